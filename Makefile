@@ -1,0 +1,43 @@
+# `make demo` and `make test` are all a newcomer needs; everything else is listed by `make help`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PORT   ?= 4200
+# torch is left out of the hashed lock: where a CPU build of it is at hand, pip takes that instead of gigabytes of CUDA.
+TORCH  := torch==2.13.0
+
+.PHONY: help setup setup-test demo up down test test-real lint lock
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/.base: requirements/base.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/base.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.test: requirements/test.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/test.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $(VENV)/.base $@
+
+setup: $(VENV)/.base ## install the project and its locked dependencies into .venv
+setup-test: $(VENV)/.test ## the same with what the tests need
+
+lint: setup-test ## ruff and pyright (strict)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+test: setup-test lint ## all tests that need no real engine, trainer or browser
+	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser"
+
+lock: ## renew the lock files (needs uv)
+	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
+	    pyproject.toml requirements/build.in requirements/test.in --output-file requirements/test.lock
+	@sed 's/ \\$$//;/^ *--hash/d' requirements/test.lock > requirements/.constraints
+	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet \
+	    --constraints requirements/.constraints pyproject.toml requirements/build.in --output-file requirements/base.lock
+	@rm requirements/.constraints

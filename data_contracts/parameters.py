@@ -1,0 +1,145 @@
+"""Flow parameters: bounded and described, so that they become the form in the Prefect UI.
+
+Order of the fields is the order in the form.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from data_contracts.identity import FinalNorm
+
+
+class Parameters(BaseModel):
+    """Base of the form sections: closed to unknown fields, since a misspelt one would silently keep its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputParameters(Parameters):
+    """Generation runs and how they become rows."""
+
+    runs: tuple[str, ...] = Field(
+        default=(),
+        title="Generation runs",
+        description="Files or folders (JSONL, JSON, Parquet). Empty: sample runs are generated.",
+    )
+    sample_count: int = Field(
+        default=300,
+        ge=10,
+        le=100_000,
+        title="Samples to generate",
+        description="Only when no generation runs are given.",
+    )
+    seed: int = Field(default=0, ge=0, title="Seed", description="For sample runs and re-extracted samples.")
+    tokenizer: str = Field(
+        default="builtin",
+        title="Tokenizer",
+        description="`builtin`, or a local Hugging Face tokenizer folder (extra `tokenize`).",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        le=10_000_000,
+        title="Longest row (tokens)",
+        description="Longer rows are dropped. Empty: the engine's limit.",
+    )
+
+
+class EngineParameters(Parameters):
+    """The inference server and where it dumps."""
+
+    kind: Literal["embedded", "sglang", "sglang-unlabelled", "vllm"] = Field(
+        default="embedded", title="Engine", description="`embedded` needs no GPU and no model: it makes a small one."
+    )
+    url: str | None = Field(
+        default=None,
+        title="URL",
+        description="For example http://127.0.0.1:30000. Empty: the flow starts the engine and stops it.",
+    )
+    model: str | None = Field(
+        default=None, title="Model folder", description="Hugging Face checkpoint of the verifier (config, safetensors)."
+    )
+    dump_folder: str | None = Field(
+        default=None,
+        title="Dump folder",
+        description="Where the engine writes its dumps, usually below /dev/shm. Ours, mode 0700.",
+    )
+    dump_folder_mode: Literal["exclusive", "shared"] = Field(
+        default="exclusive",
+        title="Dump folder use",
+        description="`exclusive` sweeps strays older than 60 s; `shared` touches nothing of others.",
+    )
+    layers: tuple[int, ...] | None = Field(
+        default=None,
+        title="Layers",
+        description="Hugging Face indices, the final one last. Empty: 2, n/2, n-3 and n, as EAGLE-3 uses.",
+    )
+    final_norm: FinalNorm = Field(
+        default="pre", title="Final state", description="`pre` the final norm (speculators) or `post` it (older dumps)."
+    )
+    launch_flags: tuple[str, ...] = Field(
+        default=(),
+        title="Launch flags",
+        description="Added when the flow starts the engine itself, one argument a line.",
+    )
+
+
+class ExtractionParameters(Parameters):
+    """How chunks are cut, sent, retried and judged."""
+
+    in_flight: int = Field(
+        default=16, ge=1, le=512, title="Requests in flight", description="Upper bound; the preflight may allow fewer."
+    )
+    chunk_samples: int = Field(
+        default=200, ge=1, le=10_000, title="Samples a chunk", description="About; chunks have equal predicted cost."
+    )
+    attempts: int = Field(default=3, ge=1, le=10, title="Attempts a sample", description="A 4xx answer is never tried again.")
+    chunk_retries: int = Field(
+        default=1, ge=0, le=10, title="Retries a chunk", description="By Prefect, when a chunk as a whole fails."
+    )
+    request_timeout_seconds: float = Field(default=600, ge=1, le=86_400, title="Time limit a request (s)")
+    dump_timeout_seconds: float = Field(
+        default=60, ge=0.1, le=3_600, title="Time limit a dump (s)", description="From the reply to a complete dump."
+    )
+    recheck_samples: int = Field(
+        default=1, ge=0, le=100, title="Samples extracted again a chunk", description="And compared within tolerance."
+    )
+    max_error_rate: float = Field(
+        default=0.0, ge=0, le=1, title="Largest share of failed samples", description="Above it there is no hand-off."
+    )
+    stop_after_failures: int = Field(default=20, ge=1, le=100_000, title="Stop after failures in a row")
+    fan_out: Literal["tasks", "deployment"] = Field(
+        default="tasks",
+        title="Fan out",
+        description="`tasks`: in this process. `deployment`: runs of extract-chunk on other hosts.",
+    )
+
+
+class HandoffParameters(Parameters):
+    """The trainer and its job."""
+
+    trainer: Literal["ridge", "speculators", "specforge"] = Field(
+        default="ridge", title="Trainer", description="`ridge` ships with the base install and ends in a real result."
+    )
+    launch: bool = Field(default=True, title="Start the training job", description="Off: the command is only printed.")
+    validation_share: float = Field(default=0.1, ge=0, le=0.5, title="Held-out share", description="Split by content hash.")
+    options: dict[str, str] = Field(default_factory=dict, title="Trainer options", description="Passed to the trainer's command.")
+
+
+class StorageParameters(Parameters):
+    """Where results live."""
+
+    folder: str = Field(
+        default=".run/data",
+        title="Work folder",
+        description="Holds datasets/, handoffs/ and, unless set below, store/; `dataset` and `handoff` in it link to the latest.",
+    )
+    store: str | None = Field(
+        default=None, title="Store", description="Shared by all datasets of one model. Empty: <work folder>/store."
+    )
+    keep_free_gb: float = Field(
+        default=1.0, ge=0, le=100_000, title="Keep free (GB)", description="Extraction stops, resumable, below this."
+    )

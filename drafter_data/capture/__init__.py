@@ -1,0 +1,1 @@
+"""Runs INSIDE the engine: torch, safetensors and the standard library only."""

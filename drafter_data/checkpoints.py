@@ -1,0 +1,166 @@
+"""Reading a Hugging Face checkpoint folder without torch: configuration, weights digest, single tensors.
+
+Tensor legend: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_data.errors import InputError
+from drafter_data.safetensors_file import TensorFile, decode_bf16
+
+_INDEX = "model.safetensors.index.json"
+_LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+_EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
+_NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight")
+_NORM_ONE_PLUS_WEIGHT = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_text")
+"""Model types whose final RMS norm multiplies by (1 + weight); read from their modelling code in transformers."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder. `text_config` is the language model's part, nested or not."""
+
+    folder: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Opens a folder with config.json and safetensors weights. Raises InputError when one is missing or malformed."""
+        config_path = folder / "config.json"
+        try:
+            config = json.loads(config_path.read_bytes())
+        except FileNotFoundError as error:
+            raise InputError(
+                f"no model at {folder}: expected config.json in it, found none; name a Hugging Face checkpoint folder",
+                reason="model-missing",
+            ) from error
+        except ValueError as error:
+            raise InputError(
+                f"{config_path} is not JSON: {error}; restore the checkpoint", reason="model-config-invalid"
+            ) from error
+        checkpoint = cls(folder, config)
+        checkpoint.weight_files()
+        return checkpoint
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """Configuration of the language model (multimodal checkpoints nest it)."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers n: `hidden_states[n]` is the final state."""
+        return int(self.text_config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.text_config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def quantisation(self) -> str | None:
+        """Quantisation method as config.json names it, None for unquantised weights."""
+        found = self.config.get("quantization_config") or self.text_config.get("quantization_config")
+        return None if not found else str(found.get("quant_method") or found.get("format") or "unknown")
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Epsilon of the final RMS norm."""
+        return float(self.text_config.get("rms_norm_eps", 1e-6))
+
+    def weight_files(self) -> list[Path]:
+        """All weight files, sorted by name. Raises InputError when there is none."""
+        index = self.folder / _INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            files = [self.folder / Path(name).name for name in names]
+        else:
+            files = sorted(self.folder.glob("*.safetensors"))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing or not files:
+            raise InputError(
+                f"{self.folder}: expected safetensors weights, missing {', '.join(missing) or 'all'}; download the whole checkpoint",
+                reason="model-weights-missing",
+            )
+        return files
+
+    def weights_digest(self) -> str:
+        """blake2b-160 hex over the index, and of each weight file its name, size and header (reading all would take minutes)."""
+        digest = hashlib.blake2b(b"weights1", digest_size=20)
+        index = self.folder / _INDEX
+        if index.is_file():
+            digest.update(hashlib.blake2b(index.read_bytes(), digest_size=20).digest())
+        for path in self.weight_files():
+            with TensorFile.open(path) as file:
+                digest.update(f"{path.name}:{path.stat().st_size}:".encode() + file.header_json)
+        return digest.hexdigest()
+
+    def tensor(self, *names: str) -> NDArray[np.float32]:
+        """The first of `names` that the checkpoint has, as float32. Raises InputError when it has none of them."""
+        for path in self.weight_files():
+            with TensorFile.open(path) as file:
+                for name in names:
+                    if name in file.tensors:
+                        raw, dtype = file.array(name), file.tensors[name].dtype
+                        return decode_bf16(raw) if dtype == "BF16" else np.array(raw, dtype=np.float32)
+        raise InputError(f"{self.folder}: none of {', '.join(names)} in its weights", reason="model-tensor-missing")
+
+    def lm_head_vh(self) -> NDArray[np.float32]:
+        """Output projection [V, H]; the embeddings where they are tied."""
+        if self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings", False)):
+            return self.embeddings_vh()
+        return self.tensor(*_LM_HEAD_NAMES)
+
+    def embeddings_vh(self) -> NDArray[np.float32]:
+        """Input embeddings [V, H]."""
+        return self.tensor(*_EMBEDDING_NAMES)
+
+    def final_norm(self) -> RmsNorm:
+        """The model's own final norm."""
+        weight_h = self.tensor(*_NORM_NAMES)
+        one_plus = str(self.text_config.get("model_type", "")) in _NORM_ONE_PLUS_WEIGHT
+        return RmsNorm(1 + weight_h if one_plus else weight_h, self.rms_norm_eps)
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """y = x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang and Sennrich 2019)."""
+
+    scale_h: NDArray[np.float32]
+    eps: float
+
+    def __call__(self, states_sh: NDArray[np.float32]) -> NDArray[np.float32]:
+        mean_square = np.mean(np.square(states_sh, dtype=np.float32), axis=-1, keepdims=True)
+        return (states_sh / np.sqrt(mean_square + np.float32(self.eps)) * self.scale_h).astype(np.float32)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's aux layers [2, n//2, n-3] and the final one, as Hugging Face indices.
+
+    Raises InputError where they coincide: a model that shallow needs explicit layers.
+    """
+    layers = (2, num_layers // 2, num_layers - 3, num_layers)
+    if list(layers) != sorted(set(layers)):
+        raise InputError(
+            f"the default layers {layers} coincide or fall out of order for a model of {num_layers} layers; name the layers",
+            reason="layers-coincide",
+        )
+    return layers

@@ -1,0 +1,1 @@
+"""Deciding, with proof, whose a dump is; reading dump folders that others can write to."""

@@ -1,0 +1,1 @@
+"""Engines behind one seam: what sends a prefill request and claims its dump."""

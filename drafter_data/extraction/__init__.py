@@ -1,0 +1,1 @@
+"""The extraction loop: requests in flight, claims, commits, progress."""

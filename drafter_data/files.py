@@ -1,0 +1,71 @@
+"""Writing files so that a killed process leaves either nothing or something that is swept.
+
+Order: temporary name in the target folder, write, fsync, rename, fsync of the folder; the record that makes it count comes last.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+TEMPORARY_PREFIX = ".tmp-"
+BLOCK_BYTES = 1 << 22
+
+
+def temporary_name(final: str) -> str:
+    """A name in the same folder that every sweep recognises as unfinished."""
+    return f"{TEMPORARY_PREFIX}{final[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes renames and unlinks in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(final: Path, mode: int = 0o644) -> Generator[Path]:
+    """Yields a temporary path beside `final`; on success it is synced and renamed, on any failure removed."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(temporary_name(final.name))
+    try:
+        yield temporary
+        temporary.chmod(mode)
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(final)
+        fsync_folder(final.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(final: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Writes a small file whole or not at all."""
+    with atomic_path(final, mode) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def replace_link(link: Path, target: Path) -> None:
+    """Points the symbolic link `link` at `target` (relative) in one step."""
+    temporary = link.with_name(temporary_name(link.name))
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
+    fsync_folder(link.parent)
+
+
+def xxh3_of(path: Path) -> str:
+    """xxh3-128 hex of a whole file."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as handle:
+        while block := handle.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Reading generation runs and merging them into a dataset."""

@@ -1,0 +1,1 @@
+"""The store: all states of one model, layer set, norm and dtype."""

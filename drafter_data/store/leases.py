@@ -1,0 +1,124 @@
+"""Leases: one holder a chunk, named, ended by itself.
+
+A lease is a small file with its holder and an expiry that a thread renews. It may be taken over when it has expired, or at once
+when its holder was a process of this host that is no longer there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from data_contracts.record import Record
+from drafter_data.errors import LeaseHeld
+from drafter_data.files import write_atomic
+
+LEASE_SECONDS = 60.0
+RENEW_SECONDS = 15.0
+
+
+class Lease(Record):
+    """Who holds a chunk until when. `process` is `<boot id>/<pid>/<start ticks>`, which no later process repeats."""
+
+    holder: str
+    host: str
+    process: str
+    expires_at: float
+
+
+class Leases:
+    """The leases of a store that this process holds or asks for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Lease] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._renewer: threading.Thread | None = None
+
+    @contextmanager
+    def hold(self, key: str, holder: str) -> Generator[None]:
+        """Holds `key`. Raises LeaseHeld, with the holder named, when another live holder has it."""
+        with self._guard():
+            current = self._read(key)
+            if current is not None and _is_live(current):
+                raise LeaseHeld(
+                    f"chunk {key[:12]} is held by {current.holder} on {current.host} until "
+                    f"{time.strftime('%H:%M:%S', time.localtime(current.expires_at))}; wait, or stop that run"
+                )
+            lease = Lease(holder=holder, host=socket.gethostname(), process=own_process(), expires_at=time.time() + LEASE_SECONDS)
+            write_atomic(self._path(key), lease.model_dump_json())
+        with self._lock:
+            self._held[key] = lease
+            if self._renewer is None:
+                self._renewer = threading.Thread(target=self._renew, name="lease-renewer", daemon=True)
+                self._renewer.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._held[key]
+                self._path(key).unlink(missing_ok=True)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            with self._lock:
+                for key, lease in list(self._held.items()):
+                    self._held[key] = renewed = lease.model_copy(update={"expires_at": time.time() + LEASE_SECONDS})
+                    write_atomic(self._path(key), renewed.model_dump_json())
+
+    def close(self) -> None:
+        """Stops renewing."""
+        self._stop.set()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.json"
+
+    def _read(self, key: str) -> Lease | None:
+        try:
+            return Lease.model_validate_json(self._path(key).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    @contextmanager
+    def _guard(self) -> Generator[None]:
+        """One taker at a time, across processes."""
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def own_process() -> str:
+    """This process, named so that a later process with the same id differs."""
+    return f"{_boot_id()}/{os.getpid()}/{_start_ticks(os.getpid())}"
+
+
+def _is_live(lease: Lease) -> bool:
+    if lease.expires_at < time.time():
+        return False
+    boot, pid, ticks = lease.process.split("/")
+    here = lease.host == socket.gethostname() and boot == _boot_id()
+    return not here or _start_ticks(int(pid)) == ticks
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _start_ticks(pid: int) -> str | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]

@@ -1,0 +1,239 @@
+"""The store: `states/<first 2 hex>/<state_key>.safetensors`, receipts that name them, leases, plans.
+
+    STORE/store.json            identity (data_contracts/identity.py); another one is refused
+    STORE/states/ab/abcd….safetensors
+    STORE/receipts/<chunk>.<writer>.jsonl
+    STORE/leases/<chunk>.json
+    STORE/plans/<dataset_id>/
+
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from data_contracts.identity import CONTRACT_VERSION, Provenance, StoreIdentity
+from data_contracts.receipt import Receipt
+from data_contracts.record import Record
+from drafter_data.engines.base import ClaimedDump
+from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
+from drafter_data.files import TEMPORARY_PREFIX, write_atomic
+from drafter_data.safetensors_file import MalformedFile, TensorFile
+from drafter_data.store.commit import write_state
+from drafter_data.store.leases import Leases
+from drafter_data.store.receipts import ReceiptLog
+from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
+
+RECORD_FILE = "store.json"
+PROVENANCE_FILE = "provenance.jsonl"
+
+
+class StoreRecord(Record):
+    """store.json."""
+
+    contract_version: int = CONTRACT_VERSION
+    identity: StoreIdentity
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A mapped state file. `states_slh` is in storage form (bfloat16 as uint16); `close` unmaps it."""
+
+    states_slh: NDArray[Any]
+    token_ids_s: NDArray[np.int64]
+    dtype: str
+    file: TensorFile
+
+    def close(self) -> None:
+        """Unmaps the file (once the views are gone)."""
+        self.file.close()
+
+
+class Store:
+    """All states of one identity. Several processes and hosts may have one store open."""
+
+    def __init__(self, root: Path, identity: StoreIdentity) -> None:
+        self.root = root
+        self.identity = identity
+        writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._receipts = ReceiptLog(root / "receipts", writer)
+        self._leases = Leases(root / "leases")
+        self._receipts.refresh()
+
+    @classmethod
+    def open(cls, root: Path, identity: StoreIdentity | None = None) -> Store:
+        """Opens the store at `root`; with an identity, makes it where there is none.
+
+        Raises InputError when there is no store and no identity, IdentityMismatch when the store holds states of another identity.
+        """
+        record_path = root / RECORD_FILE
+        if not record_path.is_file():
+            if identity is None:
+                raise InputError(f"no store at {root}: expected {RECORD_FILE} in it, found none", reason="store-missing")
+            if root.exists() and not root.is_dir():
+                raise InputError(f"{root} is not a folder; name another store", reason="store-not-a-folder")
+            try:
+                for name in ("states", "receipts", "leases", "plans"):
+                    (root / name).mkdir(parents=True, exist_ok=True)
+                write_atomic(record_path, StoreRecord(identity=identity).model_dump_json(indent=2))
+            except OSError as error:
+                raise InputError(
+                    f"cannot make a store at {root}: {error.strerror}; name a writable folder", reason="store-not-writable"
+                ) from error
+        try:
+            found = StoreRecord.model_validate_json(record_path.read_bytes()).identity
+        except ValidationError as error:
+            raise InputError(
+                f"{record_path} is not a store record: {error.errors()[0]['msg']}", reason="store-record-invalid"
+            ) from error
+        if identity is not None and found != identity:
+            differences = "; ".join(found.differences(identity))
+            raise IdentityMismatch(
+                f"store {root} holds states of another identity (store != asked: {differences}); name another store"
+            )
+        return cls(root, found)
+
+    def refresh(self) -> None:
+        """Takes in what other processes have committed."""
+        self._receipts.refresh()
+
+    def find(self, state_key: str) -> Receipt | None:
+        """The receipt of a state, or None when it is not in the store."""
+        return self._receipts.find(state_key)
+
+    def __contains__(self, state_key: str) -> bool:
+        return state_key in self._receipts
+
+    def __len__(self) -> int:
+        return len(self._receipts)
+
+    def missing(self, state_keys: Iterable[str]) -> list[str]:
+        """Those of `state_keys` that the store does not hold, in the order given."""
+        return [key for key in state_keys if key not in self._receipts]
+
+    def receipts(self) -> Iterator[Receipt]:
+        """One receipt a state."""
+        return self._receipts.all()
+
+    def path_of(self, state_key: str) -> Path:
+        """Where a state's file lies. Raises ValueError for anything but a key."""
+        if len(bytes.fromhex(state_key)) != 20:
+            raise ValueError(f"{state_key!r} is not a state key")
+        return self.root / "states" / state_key[:2] / f"{state_key}.safetensors"
+
+    def commit(
+        self,
+        dump: ClaimedDump,
+        state_key: str,
+        token_ids_s: NDArray[np.int64],
+        *,
+        chunk: str = "",
+        attempts: int = 1,
+        engine_seconds: float = 0.0,
+    ) -> Receipt:
+        """Verifies a claimed dump and stores it: temporary name, one pass of checks and checksum, fsync, rename, receipt.
+
+        A state that already has a receipt is left alone and its receipt returned. Raises DumpRejected with the reason, or OSError
+        (disk full, read-only) with nothing left behind.
+        """
+        label = f"sample {state_key[:12]}"
+        identity = self.identity
+        check_shape(
+            dump.states_slh, dump.dtype, len(token_ids_s), (len(identity.layers), identity.hidden_size), identity.dtype, label
+        )
+        check_token_ids(dump.token_ids_s, token_ids_s, label)
+        check_columns_distinct(dump.states_slh, label)
+        with self._folder_lock(state_key):
+            existing = self.find(state_key)
+            if existing is not None:
+                return existing
+            final = self.path_of(state_key)
+            size, digest = write_state(final, dump, token_ids_s, label)
+            receipt = Receipt(
+                state_key=state_key,
+                tokens=len(token_ids_s),
+                shape=dump.states_slh.shape,
+                dtype=identity.dtype,
+                bytes=size,
+                xxh3=digest,
+                attempts=attempts,
+                engine_seconds=engine_seconds,
+                proof=dump.proof,
+                proof_error=dump.proof_error,
+                chunk=chunk,
+                committed_at=time.time(),
+            )
+            self._receipts.append(receipt)
+            return receipt
+
+    def read(self, state_key: str) -> StateView:
+        """Maps a committed state. Raises StateCorrupt when the file is missing or is no state file (fsck repairs)."""
+        path = self.path_of(state_key)
+        try:
+            file = TensorFile.open(path)
+            return StateView(file.array("hidden_states"), file.array("token_ids"), file.tensors["hidden_states"].dtype, file)
+        except (OSError, MalformedFile) as error:
+            raise StateCorrupt(f"{path}: {error}; run `drafter-data fsck {self.root} --repair` and extract again") from error
+
+    def lease(self, chunk_key: str, holder: str) -> AbstractContextManager[None]:
+        """Holds a chunk while it is worked on. Raises LeaseHeld when another live holder has it."""
+        return self._leases.hold(chunk_key, holder)
+
+    def record_provenance(self, provenance: Provenance) -> list[str]:
+        """Appends how states come about from now on; returns one line for each thing that differs from the last time."""
+        path = self.root / PROVENANCE_FILE
+        lines = path.read_text().splitlines() if path.is_file() else []
+        last = Provenance.model_validate_json(lines[-1]) if lines else None
+        if last == provenance:
+            return []
+        with path.open("a") as handle:
+            handle.write(provenance.model_dump_json() + "\n")
+        if last is None:
+            return []
+        before, now = last.model_dump(), provenance.model_dump()
+        return [f"{name}: {before[name]} -> {now[name]}" for name in now if before[name] != now[name]]
+
+    def provenances(self) -> tuple[Provenance, ...]:
+        """All recorded provenances, oldest first."""
+        path = self.root / PROVENANCE_FILE
+        return tuple(Provenance.model_validate_json(line) for line in path.read_text().splitlines()) if path.is_file() else ()
+
+    def sweep(self) -> int:
+        """Removes temporary files that killed processes of this store left; returns how many. Only under no lease of others."""
+        removed = 0
+        for path in self.root.glob(f"states/*/{TEMPORARY_PREFIX}*"):
+            with self._folder_lock(path.parent.name):
+                path.unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+    def close(self) -> None:
+        """Closes files and stops renewing leases."""
+        self._receipts.close()
+        self._leases.close()
+
+    @contextmanager
+    def _folder_lock(self, key: str) -> Generator[None]:
+        """One committer a folder, across processes: a temporary file seen under this lock belongs to no living commit."""
+        folder = self.root / "states" / key[:2]
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)

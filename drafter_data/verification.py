@@ -1,0 +1,88 @@
+"""Content checks of states, before and after they are stored. One pass over the bytes, in blocks that stay in the cache.
+
+Tensor legend: S tokens, L stored layers, H hidden size; rows are [L*H] a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from drafter_data.errors import DumpRejected
+
+BLOCK_BYTES = 1 << 19
+_EXPONENT_MASKS: dict[str, tuple[Any, int]] = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+
+
+def hash_and_check(states_slh: NDArray[Any], dtype: str, digest: xxhash.xxh3_128, label: str) -> None:
+    """Feeds the states to `digest` and checks them in the same pass.
+
+    Raises DumpRejected: `not-finite` (a value whose exponent bits are all set is inf or NaN), `zero-rows` (a layer of a token that
+    is zero throughout).
+    """
+    tokens, layers, hidden = states_slh.shape
+    word, exponent = _EXPONENT_MASKS[dtype]
+    bits_rh = states_slh.reshape(tokens * layers, hidden).view(word)
+    step = max(1, BLOCK_BYTES // max(1, hidden * bits_rh.itemsize))
+    top = word(exponent)
+    for start in range(0, len(bits_rh), step):
+        block_rh = bits_rh[start : start + step]
+        digest.update(np.ascontiguousarray(block_rh).data)
+        if ((block_rh & top) == top).any():
+            row = start + int(((block_rh & top) == top).any(axis=1).argmax())
+            raise DumpRejected(_row_message(label, row, layers, "a NaN or infinite value"), reason="not-finite")
+        nonzero = (block_rh << word(1)).any(axis=1)
+        if not nonzero.all():
+            row = start + int((~nonzero).argmax())
+            raise DumpRejected(_row_message(label, row, layers, "all zeros"), reason="zero-rows")
+
+
+def check_columns_distinct(states_slh: NDArray[Any], label: str) -> None:
+    """Raises DumpRejected (`layers-equal`) when two stored layers are bit for bit the same over all tokens."""
+    layers = states_slh.shape[1]
+    for a in range(layers):
+        for b in range(a + 1, layers):
+            # The last token decides nearly always; the whole column only where it is equal.
+            if np.array_equal(states_slh[-1, a], states_slh[-1, b]) and np.array_equal(states_slh[:, a], states_slh[:, b]):
+                raise DumpRejected(
+                    f"{label}: stored layers {a} and {b} are the same; expected distinct layers; check the engine's layer ids",
+                    reason="layers-equal",
+                )
+
+
+def check_shape(
+    states_slh: NDArray[Any], dtype: str, tokens: int, expected_lh: tuple[int, int], expected_dtype: str, label: str
+) -> None:
+    """Raises DumpRejected (`row-count`, `shape`, `dtype`) unless the states are [tokens, L, H] in the store's dtype."""
+    if states_slh.shape[0] != tokens:
+        raise DumpRejected(
+            f"{label}: expected {tokens} rows, found {states_slh.shape[0]}; a cached prefix or a cut prompt: "
+            "disable the radix cache or send a fresh extra_key",
+            reason="row-count",
+        )
+    if states_slh.shape[1:] != expected_lh:
+        raise DumpRejected(f"{label}: expected layers x hidden {expected_lh}, found {states_slh.shape[1:]}", reason="shape")
+    if dtype != expected_dtype:
+        raise DumpRejected(f"{label}: expected dtype {expected_dtype}, found {dtype}", reason="dtype")
+
+
+def check_token_ids(found_s: NDArray[Any] | None, expected_s: NDArray[Any], label: str) -> None:
+    """Raises DumpRejected (`token-ids`) when the dump carries ids that are not those sent. None (none carried) passes."""
+    if found_s is not None and not np.array_equal(found_s, expected_s):
+        same = min(len(found_s), len(expected_s))
+        differs = np.flatnonzero(found_s[:same] != expected_s[:same])
+        at = int(differs[0]) if len(differs) else same
+        raise DumpRejected(
+            f"{label}: token ids differ from those sent, first at position {at}: another request's dump", reason="token-ids"
+        )
+
+
+def _row_message(label: str, row: int, layers: int, what: str) -> str:
+    return f"{label}: token {row // layers}, stored layer {row % layers}: {what}; the sample is extracted again"
