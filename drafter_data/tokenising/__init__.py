@@ -1,0 +1,1 @@
+"""Text to token ids, conversations to ids with a loss mask."""
