@@ -19,7 +19,8 @@ TEMPORARY_PREFIX = ".tmp-"
 HEADER_BYTES = 1024
 """Bytes before the first tensor byte: the 8-byte length and the JSON, padded with spaces."""
 ACKNOWLEDGEMENT = "drafter_data"
-"""Key in the reply's `meta_info` that carries an `Acknowledgement` as a dict, one per pass (the last pass's arrives)."""
+"""Key in the reply's `meta_info` that carries a list with one `Acknowledgement` as a dict: the last pass's, which repeats the first
+error of earlier pieces. SGLang keeps one value an output token, so the list is empty with `max_new_tokens` 0: ask for 1."""
 
 
 def name_of(request_id: str, start: int, end: int) -> str:
