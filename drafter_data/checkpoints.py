@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_data.errors import InputError
-from drafter_data.safetensors_file import TensorFile, decode_bf16
+from drafter_data.safetensors_file import TensorFile, as_float32
 
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
@@ -97,7 +99,8 @@ class Checkpoint:
         missing = [file.name for file in files if not file.is_file()]
         if missing or not files:
             raise InputError(
-                f"{self.folder}: expected safetensors weights, missing {', '.join(missing) or 'all'}; download the whole checkpoint",
+                f"{self.folder}: expected safetensors weights, missing {', '.join(missing) or 'all'}; download the whole "
+                "checkpoint",
                 reason="model-weights-missing",
             )
         return files
@@ -115,19 +118,33 @@ class Checkpoint:
 
     def tensor(self, *names: str) -> NDArray[np.float32]:
         """The first of `names` that the checkpoint has, as float32. Raises InputError when it has none of them."""
+        with self._open(names) as (file, name):
+            return np.array(as_float32(file.array(name), file.tensors[name].dtype))
+
+    @contextmanager
+    def _open(self, names: tuple[str, ...]) -> Generator[tuple[TensorFile, str]]:
         for path in self.weight_files():
             with TensorFile.open(path) as file:
                 for name in names:
                     if name in file.tensors:
-                        raw, dtype = file.array(name), file.tensors[name].dtype
-                        return decode_bf16(raw) if dtype == "BF16" else np.array(raw, dtype=np.float32)
+                        yield file, name
+                        return
         raise InputError(f"{self.folder}: none of {', '.join(names)} in its weights", reason="model-tensor-missing")
+
+    @property
+    def _head_names(self) -> tuple[str, ...]:
+        tied = self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings", False))
+        return _EMBEDDING_NAMES if tied else _LM_HEAD_NAMES
 
     def lm_head_vh(self) -> NDArray[np.float32]:
         """Output projection [V, H]; the embeddings where they are tied."""
-        if self.config.get("tie_word_embeddings", self.text_config.get("tie_word_embeddings", False)):
-            return self.embeddings_vh()
-        return self.tensor(*_LM_HEAD_NAMES)
+        return self.tensor(*self._head_names)
+
+    def lm_head_rows(self) -> Callable[[Sequence[int]], NDArray[np.float32]]:
+        """A reader of single rows [K, H] of the output projection: the matrix of a large model is mapped, never loaded."""
+        with self._open(self._head_names) as (file, name):
+            raw_vh, dtype = file.array(name), file.tensors[name].dtype
+        return lambda ids: as_float32(raw_vh[list(ids)], dtype)
 
     def embeddings_vh(self) -> NDArray[np.float32]:
         """Input embeddings [V, H]."""

@@ -14,6 +14,8 @@ found and what to do next.
         * DumpAmbiguous - more than one dump could be this sample's: ask again alone
         * DumpRejected - a dump that is not what was asked for (rows, ids, proof, content, hostile file)
     * EngineLost - the engine is dead or hung: the chunk fails resumable
+    * TooManyFailures - n samples failed in a row: the chunk stops, resumable
+    * ChunkIncomplete - a chunk ran to its end with failed samples
     * StoreError - the store cannot take or give a state
         * StoreFull - stopped before the disk is full; resumable
         * LeaseHeld - another holder works on this chunk or dump folder
@@ -96,6 +98,18 @@ class EngineLost(DrafterDataError):
     """The engine is dead or hung."""
 
     reason = "engine-lost"
+
+
+class TooManyFailures(DrafterDataError):
+    """So many samples failed in a row that going on would only burn time."""
+
+    reason = "failures-in-a-row"
+
+
+class ChunkIncomplete(DrafterDataError):
+    """A chunk ran to its end with failed samples."""
+
+    reason = "chunk-incomplete"
 
 
 class StoreError(DrafterDataError):

@@ -86,3 +86,10 @@ def check_token_ids(found_s: NDArray[Any] | None, expected_s: NDArray[Any], labe
 
 def _row_message(label: str, row: int, layers: int, what: str) -> str:
     return f"{label}: token {row // layers}, stored layer {row % layers}: {what}; the sample is extracted again"
+
+
+def relative_frobenius(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """||found - expected|| / ||expected||; infinite for different shapes."""
+    if found.shape != expected.shape:
+        return float("inf")
+    return float(np.linalg.norm((found - expected).ravel()) / max(float(np.linalg.norm(expected.ravel())), 1e-30))

@@ -104,6 +104,10 @@ class Engine(Protocol):
 
     def describe(self) -> EngineInfo: ...
 
+    def new_request_id(self) -> str:
+        """A request id that was never used before."""
+        ...
+
     def send(self, request: PrefillRequest) -> PrefillReply: ...
 
     def claim(self, request: PrefillRequest, reply: PrefillReply, deadline: float) -> ClaimedDump: ...
@@ -112,6 +116,14 @@ class Engine(Protocol):
 
     def abandon(self, request: PrefillRequest) -> None:
         """Removes whatever a failed request left in the dump folder that is provably its own."""
+        ...
+
+    def sweep(self) -> int:
+        """Removes left-overs of our own dead runs from the dump folder; returns how many."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be written to the dump folder."""
         ...
 
     def alive(self) -> bool:

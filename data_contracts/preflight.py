@@ -1,0 +1,33 @@
+"""What the preflight found: the engine's settings, the canary's figures, the tolerance that they calibrate."""
+
+from __future__ import annotations
+
+from data_contracts.identity import Provenance, StoreIdentity
+from data_contracts.record import Record
+
+
+class CanaryFigures(Record):
+    """Real requests sent before the first sample. `repeat_error` is the relative Frobenius distance of one prompt sent twice."""
+
+    requests: int
+    longest_tokens: int
+    repeat_error: float
+    tolerance: float
+    proof_error: float | None = None
+    tokens_per_second: float
+
+
+class PreflightReport(Record):
+    """Everything that was checked, and what follows from it for the run. `notes` are one line each, for people."""
+
+    engine: str
+    url: str
+    fingerprint: str
+    identity: StoreIdentity
+    provenance: Provenance
+    in_flight: int
+    lengths_must_differ: bool
+    max_prompt_tokens: int
+    bytes_per_token: int
+    canary: CanaryFigures
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,132 @@
+"""Real requests before the first sample: does what the engine dumps agree with what was sent, and how far apart are two runs of it?
+
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from data_contracts.identity import StateDtype
+from data_contracts.preflight import CanaryFigures
+from drafter_data.checkpoints import Checkpoint
+from drafter_data.claiming.proof import LogprobProof
+from drafter_data.costs import CostModel
+from drafter_data.engines.base import Engine, PrefillRequest
+from drafter_data.errors import EngineLost, InputError, PreflightRefused, SampleError
+from drafter_data.safetensors_file import as_float32
+from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids, hash_and_check, relative_frobenius
+
+TOLERANCE_FLOOR: dict[StateDtype, float] = {"F32": 1e-5, "F16": 5e-3, "BF16": 3e-2}
+"""Relative Frobenius distance that batching alone may cause: it changes the order of additions, and so bits."""
+TOLERANCE_FACTOR = 4.0
+PROMPT_TOKENS = 48
+FIRST_ORDINARY_ID = 16
+
+
+@dataclass(frozen=True)
+class _Answer:
+    states_slh: NDArray[np.float32]
+    seconds: float
+    proof_error: float | None
+
+
+class Canary:
+    """Sends canary prompts of seeded random ids and checks every dump as a sample's would be."""
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint, *, dump_timeout_seconds: float, seed: int) -> None:
+        self._engine = engine
+        self._info = engine.describe()
+        self._checkpoint = checkpoint
+        self._timeout = dump_timeout_seconds
+        self._random = random.Random(f"canary{seed}")  # noqa: S311 - a seeded choice
+        self._requests = 0
+        try:
+            self._proof = LogprobProof(checkpoint, self._info.identity.final_norm, self._info.identity.dtype)
+        except InputError:
+            self._proof = None
+
+    def run(self, lengths: Sequence[int], longest: int, costs: CostModel) -> CanaryFigures:
+        """One prompt twice, two of one length at once, one prompt of each of `lengths` and one of `longest` tokens.
+
+        Feeds the cost model. Raises PreflightRefused, with what to change, when anything is not as sent.
+        """
+        start, tokens = time.monotonic(), 0
+        short = min(PROMPT_TOKENS, longest)
+        prompt = self._prompt(short)
+        first, second = self._ask(prompt), self._ask(prompt)
+        self._pair(short)
+        answers = [first, second]
+        for length in sorted({*lengths, longest}):
+            answers.append(answer := self._ask(self._prompt(length)))
+            costs.observe(length, answer.seconds, 1)
+            tokens += length
+        error = relative_frobenius(second.states_slh, first.states_slh)
+        tolerance = max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error)
+        if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
+            raise PreflightRefused(
+                f"one prompt sent twice gave states {error:.2e} apart (relative Frobenius): the engine's dumps are not its own; "
+                "disable the radix cache (--disable-radix-cache) and check the capture",
+                reason="canary-repeat-differs",
+            )
+        proofs = [answer.proof_error for answer in answers if answer.proof_error is not None]
+        return CanaryFigures(
+            requests=self._requests,
+            longest_tokens=longest,
+            repeat_error=error,
+            tolerance=tolerance,
+            proof_error=max(proofs) if proofs else None,
+            tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
+        )
+
+    def _pair(self, tokens: int) -> None:
+        """Two different prompts of one length at once, where the engine's dumps allow it: each must get its own."""
+        if self._info.lengths_must_differ or self._info.in_flight_limit < 2:
+            return
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self._ask, [self._prompt(tokens), self._prompt(tokens)]))
+
+    def _prompt(self, tokens: int) -> NDArray[np.int64]:
+        highest = self._checkpoint.vocab_size
+        return np.array(
+            [self._random.randrange(min(FIRST_ORDINARY_ID, highest - 1), highest) for _ in range(tokens)], dtype=np.int64
+        )
+
+    def _ask(self, ids_s: NDArray[np.int64]) -> _Answer:
+        self._requests += 1
+        request = PrefillRequest(self._engine.new_request_id(), "canary", ids_s)
+        label = f"canary prompt of {len(ids_s)} tokens"
+        try:
+            reply = self._engine.send(request)
+            dump = self._engine.claim(request, reply, time.monotonic() + self._timeout)
+            try:
+                identity = self._info.identity
+                expected_lh = (len(identity.layers), identity.hidden_size)
+                check_shape(dump.states_slh, dump.dtype, len(ids_s), expected_lh, identity.dtype, label)
+                check_token_ids(dump.token_ids_s, ids_s, label)
+                check_columns_distinct(dump.states_slh, label)
+                hash_and_check(dump.states_slh, dump.dtype, xxhash.xxh3_128(), label)
+                states_slh = np.array(as_float32(dump.states_slh, dump.dtype))
+            finally:
+                self._engine.release(dump)
+        except (SampleError, EngineLost) as error:
+            self._engine.abandon(request)
+            raise PreflightRefused(f"{label} failed: {error}", reason=f"canary-{error.reason}") from error
+        proof_error = self._proof.error(states_slh[-1, -1], reply.top_logprobs) if self._proof else None
+        if proof_error is not None and self._proof and proof_error > self._proof.tolerance:
+            raise PreflightRefused(
+                f"{label}: the dump's final state does not give the reply's log-probabilities (off by {proof_error:.3g} "
+                "nats, tolerance "
+                f"{self._proof.tolerance:.3g}): another model than {self._checkpoint.folder}, another norm, or another layer "
+                "as the final one",
+                reason="canary-proof-failed",
+            )
+        return _Answer(states_slh, reply.seconds, proof_error)

@@ -1,0 +1,215 @@
+"""Labelled dumps (data_contracts/dump.py): request id and token ids must agree with what was sent, whatever the length.
+
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from data_contracts.dump import ACKNOWLEDGEMENT, FILE_PREFIX, RID_PREFIX, TEMPORARY_PREFIX, name_of, rid_prefix_of
+from data_contracts.identity import StoreIdentity
+from drafter_data.claiming.folder import DumpFolder
+from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
+from drafter_data.errors import DumpMissing, DumpRejected
+from drafter_data.safetensors_file import MalformedFile, TensorFile
+
+MAX_HEADER_BYTES = 1 << 16
+_RANGE = re.compile(r"(\d{8})-(\d{8})\.safetensors$")
+
+
+@dataclass
+class _Piece:
+    """An open piece of a prompt: rows start..end."""
+
+    name: str
+    descriptor: int
+    file: TensorFile
+    start: int
+    end: int
+
+    def close(self) -> None:
+        self.file.close()
+        os.close(self.descriptor)
+
+
+class LabelledClaims:
+    """Claims dumps by their label. Run locks tell the files of a living pipeline from those that a killed one left."""
+
+    def __init__(self, folder: DumpFolder, identity: StoreIdentity, run: str) -> None:
+        self._folder = folder
+        self._identity = identity
+        folder.lock(_run_lock(run), f"run {run}, process {os.getpid()}")
+        self._run = run
+
+    def request_id(self, number: int) -> str:
+        """A request id of this run."""
+        return f"{RID_PREFIX}{self._run}-{number}"
+
+    def claim(self, request: PrefillRequest, reply: PrefillReply, deadline: float) -> ClaimedDump:
+        """Waits for the dump of a request. Raises DumpMissing, or DumpRejected with what differs."""
+        label = f"request {request.request_id}"
+        _check_acknowledgement(reply, label)
+        pause = 0.0005
+        while True:
+            pieces = self._pieces(request)
+            if pieces is not None:
+                return self._claimed(request, pieces)
+            if time.monotonic() >= deadline:
+                raise DumpMissing(
+                    f"{label} ({request.tokens} tokens): answered, but no complete dump under {self._folder.path} in time; "
+                    "is the capture hook loaded, and is that the folder it writes to?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+
+    def _pieces(self, request: PrefillRequest) -> list[_Piece] | None:
+        """All pieces, opened, when they cover the prompt; None while some are missing."""
+        try:
+            return [self._open(name_of(request.request_id, 0, request.tokens), 0, request.tokens)]
+        except FileNotFoundError:
+            pass
+        ranges = self._ranges(request)
+        if not ranges or ranges[0][0] != 0 or ranges[-1][1] != request.tokens:
+            return None
+        if any(before[1] != after[0] for before, after in pairwise(ranges)):
+            return None
+        return [self._open(name_of(request.request_id, start, end), start, end) for start, end in ranges]
+
+    def _ranges(self, request: PrefillRequest) -> list[tuple[int, int]]:
+        prefix = rid_prefix_of(request.request_id)
+        found = [_RANGE.search(name) for name in self._folder.names() if name.startswith(prefix)]
+        return sorted((int(match[1]), int(match[2])) for match in found if match)
+
+    def _open(self, name: str, start: int, end: int) -> _Piece:
+        descriptor = self._folder.open_file(name, writable=True)
+        try:
+            return _Piece(name, descriptor, TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES), start, end)
+        except MalformedFile as error:
+            os.close(descriptor)
+            raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
+
+    def _claimed(self, request: PrefillRequest, pieces: list[_Piece]) -> ClaimedDump:
+        def close() -> None:
+            for piece in pieces:
+                piece.close()
+
+        try:
+            for piece in pieces:
+                self._check_label(request, piece)
+            states = [piece.file.array("hidden_states") for piece in pieces]
+            ids = [piece.file.array("token_ids") for piece in pieces]
+        except MalformedFile as error:
+            close()
+            raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
+        except BaseException:
+            close()
+            raise
+        first = pieces[0]
+        whole = len(pieces) == 1 and first.file.tensors["token_ids"].start == 0
+        return ClaimedDump(
+            request_id=request.request_id,
+            states_slh=states[0] if len(pieces) == 1 else np.concatenate(states),
+            dtype=first.file.tensors["hidden_states"].dtype,  # pyright: ignore[reportArgumentType]  # commit compares it
+            token_ids_s=ids[0] if len(pieces) == 1 else np.concatenate(ids),
+            proof="label",
+            proof_error=None,
+            entries=tuple(piece.name for piece in pieces),
+            whole_file=(first.descriptor, first.name, first.file.header_bytes) if whole else None,
+            close=close,
+        )
+
+    def _check_label(self, request: PrefillRequest, piece: _Piece) -> None:
+        file, identity = piece.file, self._identity
+        expected = {
+            "rid": request.request_id,
+            "start": str(piece.start),
+            "end": str(piece.end),
+            "layers": ",".join(map(str, identity.layers)),
+            "final_norm": identity.final_norm,
+        }
+        for key, value in expected.items():
+            if file.metadata.get(key) != value:
+                raise DumpRejected(
+                    f"dump {piece.name}: label {key}: expected {value!r}, found {file.metadata.get(key)!r}", reason="label-differs"
+                )
+        ids = file.array("token_ids")
+        if ids.dtype != np.int64 or ids.shape != (piece.end - piece.start,):
+            raise DumpRejected(f"dump {piece.name}: token_ids are {ids.dtype} {ids.shape}", reason="label-differs")
+        if not np.array_equal(ids, request.token_ids_s[piece.start : piece.end]):
+            raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
+        if file.array("hidden_states").ndim != 3 or len(file.array("hidden_states")) != len(ids):
+            raise DumpRejected(
+                f"dump {piece.name}: expected {len(ids)} rows, found shape {file.array('hidden_states').shape}", reason="row-count"
+            )
+
+    def abandon(self, request: PrefillRequest) -> None:
+        """Removes what a failed request left."""
+        prefix = rid_prefix_of(request.request_id)
+        for name in self._folder.names():
+            if name.startswith(prefix):
+                self._folder.remove(name)
+
+    def sweep(self) -> int:
+        """Removes the dumps of runs whose process is gone; returns how many. Foreign and unreadable files stay."""
+        removed, living = 0, dict[str, bool]()
+        for name in self._folder.names():
+            run = self._run_of(name)
+            if run is None or run == self._run:
+                continue
+            if run not in living:
+                living[run] = self._folder.is_locked(_run_lock(run))
+            if not living[run]:
+                self._folder.remove(name)
+                removed += 1
+        for run, lives in living.items():
+            if not lives:
+                self._folder.remove(_run_lock(run))
+        return removed
+
+    def _run_of(self, name: str) -> str | None:
+        """The run that a dump's own label names."""
+        if not name.startswith((FILE_PREFIX, TEMPORARY_PREFIX + FILE_PREFIX)):
+            return None
+        try:
+            descriptor = self._folder.open_file(name)
+        except (DumpRejected, FileNotFoundError):
+            return None
+        try:
+            with TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES) as file:
+                return run_of(file.metadata.get("rid", ""))
+        except MalformedFile:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Removes the run lock; the folder's close gives it back."""
+        self._folder.remove(_run_lock(self._run))
+
+
+def run_of(request_id: str) -> str | None:
+    """The run in a request id of ours, None in any other."""
+    match = re.fullmatch(re.escape(RID_PREFIX) + r"([0-9a-f]{8})-\d+", request_id)
+    return match[1] if match else None
+
+
+def _run_lock(run: str) -> str:
+    return f".dd-run-{run}.lock"
+
+
+def _check_acknowledgement(reply: PrefillReply, label: str) -> None:
+    """Raises DumpRejected when the hook says that it failed; a missing acknowledgement is decided by the file."""
+    found = reply.meta.get(ACKNOWLEDGEMENT)
+    acknowledgements: Sequence[object] = found if isinstance(found, list) else [found]
+    for one in acknowledgements:
+        error = one.get("error") if isinstance(one, dict) else None
+        if error:
+            raise DumpRejected(f"{label}: the capture hook failed: {str(error)[:300]}", reason="capture-failed")

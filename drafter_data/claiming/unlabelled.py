@@ -1,0 +1,234 @@
+"""Unlabelled dumps: `req_<counter>/`, one a forward PASS, known only by the pass's token count.
+
+A sample's dump is the one complete dump, not there before the request was sent, whose token count equals the prompt's, proven by
+the reply's log-probabilities where lm_head can be read. The counter says nothing: warm-up, health checks and other clients move it.
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from data_contracts.identity import StoreIdentity
+from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, open_regular
+from drafter_data.claiming.proof import LogprobProof
+from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
+from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected
+from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+
+FOLDER_PREFIX = "req_"
+STRAY_SECONDS = 60.0
+MAX_META_BYTES = 1 << 16
+
+
+@dataclass
+class _Seen:
+    """A dump folder that a scan has seen. `number` orders the scans; `tokens` is None until it is complete."""
+
+    number: int
+    at: float
+    tokens: int | None = None
+    refused: set[str] = field(default_factory=set[str])
+
+
+class UnlabelledClaims:
+    """Claims dumps by token count and proof. One owner of the folder; thread-safe."""
+
+    def __init__(
+        self, folder: DumpFolder, identity: StoreIdentity, proof: LogprobProof | None, *, exclusive: bool, run: str
+    ) -> None:
+        folder.lock(LOCK_NAME, f"run {run}, process {os.getpid()}")
+        self._folder = folder
+        self._identity = identity
+        self._proof = proof
+        self._exclusive = exclusive
+        self._run = run
+        self._lock = threading.Lock()
+        self._seen: dict[str, _Seen] = {}
+        self._scans = 0
+        self._open: dict[str, tuple[int, int]] = {}
+        self.swept = 0
+        self._scan()
+        self._before_lease = frozenset(self._seen)
+
+    def request_id(self, number: int) -> str:
+        """A request id of this run (the engine logs it; dumps do not carry it)."""
+        return f"dd-{self._run}-{number}"
+
+    def before_send(self, request: PrefillRequest) -> None:
+        """Notes what is there before the request is sent: none of that can be its dump."""
+        with self._lock:
+            self._scan()
+            self._open[request.request_id] = (self._scans, request.tokens)
+
+    def claim(self, request: PrefillRequest, reply: PrefillReply, deadline: float) -> ClaimedDump:
+        """Waits for the dump of a request. Raises DumpMissing, DumpAmbiguous or DumpRejected."""
+        if self._proof is None and request.tokens == 1:
+            raise DumpRejected(
+                f"request {request.request_id}: a 1-token dump may be a health check's and lm_head cannot be read for a proof; "
+                "give the model folder, or use labelled dumps",
+                reason="one-token-unproven",
+            )
+        pause = 0.0005
+        while True:
+            with self._lock:
+                self._scan()
+                candidates = self._candidates(request)
+            dump = self._settle(request, reply, candidates)
+            if dump is not None:
+                return dump
+            if time.monotonic() >= deadline:
+                raise DumpMissing(
+                    f"request {request.request_id}: answered, but no complete dump of {request.tokens} tokens appeared under "
+                    f"{self._folder.path} in time; is that the folder the engine dumps to, and did a cached prefix shorten "
+                    "the pass?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+
+    def _scan(self) -> None:
+        """Takes in new folders and completes known ones (under the lock)."""
+        self._scans += 1
+        names = {name for name in self._folder.names() if name.startswith(FOLDER_PREFIX)}
+        for gone in self._seen.keys() - names:
+            del self._seen[gone]
+        for name in names - self._seen.keys():
+            self._seen[name] = _Seen(self._scans, time.monotonic())
+        for name, seen in self._seen.items():
+            if seen.tokens is None:
+                seen.tokens = self._complete_tokens(name)
+        if self._exclusive:
+            self._sweep_strays()
+
+    def _candidates(self, request: PrefillRequest) -> list[str]:
+        sent = self._open[request.request_id][0]
+        return [
+            name
+            for name, seen in self._seen.items()
+            if seen.number > sent and seen.tokens == request.tokens and request.request_id not in seen.refused
+        ]
+
+    def _settle(self, request: PrefillRequest, reply: PrefillReply, candidates: list[str]) -> ClaimedDump | None:
+        """The claimed dump; None when none of the candidates is (yet) it."""
+        if self._proof is None:
+            if len(candidates) > 1:
+                raise DumpAmbiguous(
+                    f"request {request.request_id}: {len(candidates)} dumps of {request.tokens} tokens "
+                    f"({', '.join(sorted(candidates)[:4])}) and no lm_head to tell them apart; asked again alone"
+                )
+            return self._read(request, candidates[0]) if candidates else None
+        for name in candidates:
+            dump = self._read(request, name)
+            error = self._proof.error(self._final_h(dump), reply.top_logprobs)
+            if error is None:
+                raise DumpRejected(
+                    f"request {request.request_id}: the reply has no usable top log-probabilities for the proof", reason="no-proof"
+                )
+            if error <= self._proof.tolerance:
+                return replace(dump, proof="token-count+logprobs", proof_error=error)
+            with self._lock:
+                if name in self._seen:
+                    self._seen[name].refused.add(request.request_id)
+        return None
+
+    def _final_h(self, dump: ClaimedDump) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return as_float32(dump.states_slh[-1, -1], dump.dtype)
+
+    def _complete_tokens(self, name: str) -> int | None:
+        """The pass's token count when every layer's file is whole; None while the folder is being written, -1 when it
+        never can be.
+        """
+        try:
+            descriptor = self._folder.open_subfolder(name)
+        except (FileNotFoundError, DumpRejected):
+            return -1
+        try:
+            meta = _read_meta(descriptor)
+            if meta is None:
+                return None
+            tokens = int(str(meta["num_tokens"]))
+            if meta.get("final_norm", self._identity.final_norm) != self._identity.final_norm:
+                return -1
+            for layer in self._identity.layers:
+                with _open_layer(descriptor, layer) as file:
+                    if file.tensors["hidden_states"].shape != (tokens, self._identity.hidden_size):
+                        return -1
+            return tokens
+        except (FileNotFoundError, MalformedFile, ValueError, KeyError):
+            return None
+        except (DumpRejected, TypeError):
+            return -1
+        finally:
+            os.close(descriptor)
+
+    def _read(self, request: PrefillRequest, name: str) -> ClaimedDump:
+        """Stacks the layers of a complete dump to [S, L, H]."""
+        descriptor = self._folder.open_subfolder(name)
+        try:
+            files = [_open_layer(descriptor, layer) for layer in self._identity.layers]
+        finally:
+            os.close(descriptor)
+        states_slh = np.stack([file.array("hidden_states") for file in files], axis=1)
+        dtype = files[0].tensors["hidden_states"].dtype
+        for file in files:
+            file.close()
+        return ClaimedDump(
+            request_id=request.request_id,
+            states_slh=states_slh,
+            dtype=dtype,  # pyright: ignore[reportArgumentType]  # commit compares it with the store's
+            token_ids_s=None,
+            proof="token-count",
+            proof_error=None,
+            entries=(name,),
+        )
+
+    def settled(self, request_id: str) -> None:
+        """The request is over: dumps that only it could have claimed may be swept."""
+        with self._lock:
+            self._open.pop(request_id, None)
+
+    def _sweep_strays(self) -> None:
+        """Removes dumps born after the lease that match nothing in flight and are older than a minute (under the lock)."""
+        wanted = {tokens for _, tokens in self._open.values()}
+        old = time.monotonic() - STRAY_SECONDS
+        strays = [
+            name
+            for name, seen in self._seen.items()
+            if seen.at < old and name not in self._before_lease and seen.tokens not in wanted
+        ]
+        for name in strays:
+            self._folder.remove(name)
+            del self._seen[name]
+            self.swept += 1
+
+
+def _read_meta(folder_descriptor: int) -> dict[str, object] | None:
+    try:
+        descriptor = open_regular("meta.json", folder_descriptor)
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(os.read(descriptor, MAX_META_BYTES))
+        return found if isinstance(found, dict) else None
+    except (ValueError, RecursionError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _open_layer(folder_descriptor: int, layer: int) -> TensorFile:
+    name = f"layer_{layer}.safetensors"
+    descriptor = open_regular(name, folder_descriptor)
+    try:
+        file = TensorFile.of_descriptor(descriptor, name, 1 << 16)
+    finally:
+        os.close(descriptor)
+    if set(file.tensors) != {"hidden_states"}:
+        raise MalformedFile(f"{name}: expected the tensor hidden_states, found {sorted(file.tensors)[:4]}")
+    return file

@@ -1,0 +1,154 @@
+"""SGLang HTTP API, as far as extraction uses it. No retries here: an attempt that may have arrived needs a new request id.
+
+Source: SGLang 0.5.23, `/generate`, `/server_info`, `/ready`, `/flush_cache`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import requests
+
+from drafter_data.engines.base import PrefillReply, PrefillRequest
+from drafter_data.errors import EngineLost, PreflightRefused, RequestRefused, SampleError
+
+MAX_REPLY_BYTES = 8 << 20
+TRANSIENT_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class EngineBusy(SampleError):
+    """The engine answered 5xx (or 408, 429): the request may be sent again."""
+
+    reason = "engine-busy"
+
+
+class EngineUnreachable(EngineLost):
+    """No answer: refused, reset or timed out. Whether the engine is dead, hung or busy is for the caller to find out."""
+
+    reason = "engine-unreachable"
+
+
+class SGLangClient:
+    """One base URL; a connection a thread, kept alive."""
+
+    def __init__(self, url: str, *, timeout_seconds: float, top_logprobs: int) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = (5.0, timeout_seconds)
+        self._top_logprobs = top_logprobs
+        self._local = threading.local()
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # a proxy between us and a loopback engine would only be a mistake
+        return session
+
+    def generate(self, request: PrefillRequest) -> PrefillReply:
+        """Prefills one prompt. Raises RequestRefused (4xx), EngineBusy (5xx) or EngineUnreachable."""
+        body: dict[str, Any] = {
+            "input_ids": request.token_ids_s.tolist(),
+            "rid": request.request_id,
+            "extra_key": request.request_id,  # a prefix cache of its own: no row may come from another request
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        }
+        if self._top_logprobs:
+            body |= {"return_logprob": True, "top_logprobs_num": self._top_logprobs, "logprob_start_len": -1}
+        sent_at, start = time.time(), time.monotonic()
+        reply = self._json(
+            "POST", "/generate", json.dumps(body).encode(), f"request {request.request_id} ({request.tokens} tokens)"
+        )
+        meta = reply.get("meta_info")
+        if not isinstance(meta, dict):
+            raise EngineBusy(
+                f"request {request.request_id}: the reply has no meta_info; is {self.url} an SGLang server?", reason="bad-reply"
+            )
+        return PrefillReply(
+            request_id=request.request_id,
+            prompt_tokens=_integer(meta.get("prompt_tokens")),
+            cached_tokens=_integer(meta.get("cached_tokens")),
+            sent_at=sent_at,
+            seconds=time.monotonic() - start,
+            top_logprobs=_top_logprobs(meta),
+            meta=meta,
+        )
+
+    def server_info(self) -> dict[str, Any]:
+        """`/server_info`. Raises PreflightRefused when nothing answers there."""
+        try:
+            return self._json("GET", "/server_info", None, "/server_info", timeout_seconds=10.0)
+        except (EngineUnreachable, EngineBusy, RequestRefused) as error:
+            raise PreflightRefused(
+                f"no engine at {self.url}: {error}; start it (`drafter-data engine --help`) or name the right URL",
+                reason="engine-not-there",
+            ) from error
+
+    def ready(self) -> bool:
+        """Whether the server answers `/ready`, which runs no forward pass."""
+        try:
+            return self._session().get(f"{self.url}/ready", timeout=(2.0, 5.0)).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def flush_cache(self) -> None:
+        """Empties the prefix cache."""
+        self._json("POST", "/flush_cache", b"", "/flush_cache")
+
+    def _json(self, method: str, path: str, body: bytes | None, label: str, timeout_seconds: float | None = None) -> dict[str, Any]:
+        timeout = self._timeout if timeout_seconds is None else (self._timeout[0], timeout_seconds)
+        try:
+            with self._session().request(
+                method, self.url + path, data=body, timeout=timeout, stream=True, headers={"Content-Type": "application/json"}
+            ) as response:
+                text = _bounded(response)
+                status = response.status_code
+        except requests.RequestException as error:
+            raise EngineUnreachable(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
+        if status in TRANSIENT_STATUSES:
+            raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
+        if status >= 400:
+            raise RequestRefused(f"{label}: {self.url} answered {status}: {_message(text)}")
+        if path == "/flush_cache":
+            return {}
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise EngineBusy(f"{label}: {self.url} answered no JSON: {_message(text)}", reason="bad-reply") from error
+        if not isinstance(found, dict):
+            raise EngineBusy(f"{label}: {self.url} answered {type(found).__name__}, expected an object", reason="bad-reply")
+        return found
+
+
+def _bounded(response: requests.Response) -> bytes:
+    """The body, up to a bound: a hostile server must not fill our memory."""
+    parts, size = list[bytes](), 0
+    for part in response.iter_content(1 << 16):
+        size += len(part)
+        if size > MAX_REPLY_BYTES:
+            raise EngineBusy(f"{response.url} answered more than {MAX_REPLY_BYTES} bytes", reason="bad-reply")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _message(text: bytes) -> str:
+    try:
+        found = json.loads(text)
+        message = found["error"]["message"] if isinstance(found.get("error"), dict) else found.get("error") or found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        message = text.decode(errors="replace")
+    return " ".join(str(message).split())[:300]
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _top_logprobs(meta: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """(token id, log-probability) of the last position: SGLang gives [[logprob, id, text], …] for each new token."""
+    try:
+        return tuple((int(entry[1]), float(entry[0])) for entry in meta["output_top_logprobs"][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ()

@@ -1,0 +1,102 @@
+"""A whole extraction without Prefect: preflight, plan, chunks one after another, gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from data_contracts.extraction import GateReport
+from data_contracts.parameters import EngineParameters, ExtractionParameters
+from data_contracts.plan import Plan
+from data_contracts.preflight import PreflightReport
+from drafter_data.costs import CostModel, costs_path
+from drafter_data.dataset import Dataset
+from drafter_data.engines.connect import connect
+from drafter_data.extraction.chunk import extract_chunk
+from drafter_data.extraction.progress import Reporter, Snapshot
+from drafter_data.extraction.session import ExtractionSession, SessionSettings, shared_session
+from drafter_data.gate import judge
+from drafter_data.planning import chunk_rows, make_plan
+from drafter_data.preflight import run_preflight
+from drafter_data.store.store import Store
+
+REPORT_SECONDS = 5.0
+CHUNKS_AT_ONCE = 2
+"""The next chunk's first requests fill the window while the last ones of a chunk are still out."""
+
+
+def run_campaign(
+    dataset_folder: Path,
+    store_root: Path,
+    engine: EngineParameters,
+    extraction: ExtractionParameters,
+    *,
+    keep_free_bytes: int = 0,
+    report: Callable[[Snapshot], None] | None = None,
+) -> GateReport:
+    """Extracts what the store lacks of a dataset; returns the gate's report (which may be closed)."""
+    dataset = Dataset.open(dataset_folder)
+    found = check_engine(dataset, store_root, engine, extraction, keep_free_bytes=keep_free_bytes)
+    plan = plan_over(dataset, store_root, extraction, found)
+    settings = SessionSettings(
+        dataset=dataset_folder,
+        store=store_root,
+        engine=engine,
+        extraction=extraction,
+        in_flight=found.in_flight,
+        tolerance=found.canary.tolerance,
+        keep_free_bytes=keep_free_bytes,
+    )
+    with shared_session(settings) as session:
+        reporter = Reporter(session.snapshot, report, REPORT_SECONDS) if report else None
+        try:
+            _extract_all(session, pending_chunks(plan, session.store))
+        finally:
+            if reporter:
+                reporter.close()
+        return judge(plan, session.store, max_error_rate=extraction.max_error_rate)
+
+
+def check_engine(
+    dataset: Dataset, store_root: Path, engine: EngineParameters, extraction: ExtractionParameters, *, keep_free_bytes: int
+) -> PreflightReport:
+    """Connects, runs the preflight, disconnects."""
+    connected = connect(engine, request_timeout_seconds=extraction.request_timeout_seconds)
+    try:
+        return run_preflight(connected, dataset, store_root, extraction, keep_free_bytes=keep_free_bytes)
+    finally:
+        connected.close()
+
+
+def plan_over(dataset: Dataset, store_root: Path, extraction: ExtractionParameters, found: PreflightReport) -> Plan:
+    """The kept plan, or a new one from the cost history of this engine."""
+    store = Store.open(store_root, found.identity)
+    try:
+        costs = CostModel.load(costs_path(store_root, found.fingerprint))
+        return make_plan(dataset, store, costs, chunk_samples=extraction.chunk_samples, max_prompt_tokens=found.max_prompt_tokens)
+    finally:
+        store.close()
+
+
+def pending_chunks(plan: Plan, store: Store) -> list[int]:
+    """Indices of the chunks of which the store lacks a state."""
+    store.refresh()
+    return [
+        chunk.index
+        for chunk in plan.chunks
+        if any(one.state_key not in store for one in chunk_rows(store.root, plan.dataset_id, chunk.index))
+    ]
+
+
+def _extract_all(session: ExtractionSession, chunks: list[int]) -> None:
+    with ThreadPoolExecutor(CHUNKS_AT_ONCE, thread_name_prefix="chunk") as pool:
+        futures = [pool.submit(extract_chunk, session, index) for index in chunks]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            if any(future.done() and not future.cancelled() and future.exception() for future in futures):
+                session.extractor.stop.set()

@@ -1,0 +1,186 @@
+"""One chunk: all its missing samples through the engine, each committed or with a reason; some extracted again and compared."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, as_completed
+from pathlib import Path
+
+import numpy as np
+
+from data_contracts.extraction import FAILURES_FOLDER, ChunkFailures, ChunkResult, SampleFailure
+from data_contracts.plan import Chunk
+from data_contracts.receipt import Receipt
+from drafter_data.errors import DrafterDataError, SampleError, StoreError, StoreFull, TooManyFailures
+from drafter_data.extraction.sample import Extracted, SampleWork
+from drafter_data.extraction.session import ExtractionSession
+from drafter_data.files import write_atomic
+from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
+from drafter_data.safetensors_file import as_float32
+from drafter_data.verification import relative_frobenius
+
+Outcome = tuple[Receipt, Extracted] | SampleFailure
+
+
+def extract_chunk(session: ExtractionSession, chunk_index: int) -> ChunkResult:
+    """Extracts what the store lacks of a chunk and writes down what failed.
+
+    Raises LeaseHeld, EngineLost, StoreFull, TooManyFailures or OSError when the chunk cannot go on; what was committed stays and a
+    next run goes on from there. Failed samples alone raise nothing: they are in the result and in the failures file.
+    """
+    chunk = session.plan.chunks[chunk_index]
+    holder = f"pid {os.getpid()} on {socket.gethostname()}"
+    with session.store.lease(chunk.key, holder):
+        session.store.refresh()
+        run = _ChunkRun(session, chunk)
+        try:
+            return run.extract()
+        except DrafterDataError as error:
+            write_failures(session.store.root, session.plan.dataset_id, run.failures_record(error.reason))
+            raise
+
+
+class _ChunkRun:
+    """State of one run of a chunk."""
+
+    def __init__(self, session: ExtractionSession, chunk: Chunk) -> None:
+        self._session = session
+        self._chunk = chunk
+        self._failures: list[SampleFailure] = []
+        self._retried = 0
+
+    def extract(self) -> ChunkResult:
+        session, chunk, start = self._session, self._chunk, time.monotonic()
+        planned = chunk_rows(session.store.root, session.plan.dataset_id, chunk.index)
+        missing = [one for one in planned if one.state_key not in session.store]
+        session.check_space(sum(one.num_tokens for one in missing) * session.bytes_per_token)
+        size = self._extract_missing(missing)
+        rechecked = self._recheck(missing)
+        write_failures(session.store.root, session.plan.dataset_id, self.failures_record(""))
+        return ChunkResult(
+            chunk_index=chunk.index,
+            chunk_key=chunk.key,
+            samples=len(planned),
+            reused=len(planned) - len(missing),
+            extracted=len(missing) - len(self._failures),
+            tokens=sum(one.num_tokens for one in missing),
+            bytes=size,
+            seconds=time.monotonic() - start,
+            retried=self._retried,
+            rechecked=rechecked,
+            failures=tuple(self._failures),
+        )
+
+    def failures_record(self, stopped_by: str) -> ChunkFailures:
+        """What failed so far, for the gate."""
+        return ChunkFailures(
+            chunk_index=self._chunk.index, chunk_key=self._chunk.key, stopped_by=stopped_by, failures=tuple(self._failures)
+        )
+
+    def _extract_missing(self, missing: list[PlannedSample]) -> int:
+        """Sends all missing samples; returns the bytes committed."""
+        session, size = self._session, 0
+        futures = [session.executor.submit(session.extractor.extract, work, self._chunk.key) for work in self._works(missing)]
+        try:
+            for future in as_completed(futures):
+                size += self._settle(future.result())
+        except OSError as error:
+            raise _store_error(session.store.root, error) from error
+        finally:
+            # Nothing of this chunk may still write once its lease is given back.
+            for future in futures:
+                future.cancel()
+            _wait(futures)
+        return size
+
+    def _settle(self, outcome: Outcome) -> int:
+        session = self._session
+        if isinstance(outcome, SampleFailure):
+            self._failures.append(outcome)
+            if session.failed():
+                raise TooManyFailures(
+                    f"{session.settings.extraction.stop_after_failures} samples failed in a row, the last with {outcome.reason}: "
+                    f"{outcome.detail}"
+                )
+            return 0
+        receipt, extracted = outcome
+        self._retried += receipt.attempts > 1
+        session.succeeded(receipt.state_key, receipt.tokens, extracted.reply.seconds, extracted.in_flight)
+        return receipt.bytes
+
+    def _works(self, planned: Iterable[PlannedSample]) -> list[SampleWork]:
+        order = {one.row: place for place, one in enumerate(planned)}
+        samples = list(self._session.dataset.take(list(order)))
+        samples.sort(key=lambda sample: order[sample.row])
+        return [SampleWork(sample.state_key, sample.input_ids_s.astype(np.int64)) for sample in samples]
+
+    def _recheck(self, missing: list[PlannedSample]) -> int:
+        """Extracts some of the new samples again and compares; a difference above the canary's tolerance is a failure."""
+        session = self._session
+        failed = {failure.state_key for failure in self._failures}
+        fresh = [one for one in missing if one.state_key not in failed]
+        count = min(session.settings.extraction.recheck_samples, len(fresh))
+        chosen = random.Random(f"{session.settings.seed}{self._chunk.key}").sample(fresh, count)  # noqa: S311 - a seeded choice
+        for work in self._works(chosen):
+            try:
+                distance = self._distance(work)
+            except SampleError as error:
+                self._fail(work, error)
+                continue
+            if distance > session.settings.tolerance:
+                self._fail(
+                    work,
+                    SampleError(
+                        f"sample {work.state_key[:12]}: extracted again it differs by {distance:.2e} (relative Frobenius), "
+                        "tolerance "
+                        f"{session.settings.tolerance:.2e}: one of the two is another prompt's; the state is dropped",
+                        reason="recheck-differs",
+                    ),
+                )
+                session.store.discard({work.state_key: "recheck-differs"})
+        return len(chosen)
+
+    def _fail(self, work: SampleWork, error: SampleError) -> None:
+        self._failures.append(
+            SampleFailure(state_key=work.state_key, tokens=work.tokens, reason=error.reason, detail=str(error), attempts=1)
+        )
+        self._session.failed()
+
+    def _distance(self, work: SampleWork) -> float:
+        session = self._session
+        with session.window.space(work.tokens * session.bytes_per_token):
+            again = session.extractor.fetch(work).dump
+            try:
+                stored = session.store.read(work.state_key)
+                return relative_frobenius(as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype))
+            finally:
+                session.engine.release(again)
+
+
+def failures_path(store_root: Path, dataset_id: str, chunk_key: str) -> Path:
+    """Where the failed samples of a chunk are written down."""
+    return plan_folder(store_root, dataset_id) / FAILURES_FOLDER / f"{chunk_key}.json"
+
+
+def write_failures(store_root: Path, dataset_id: str, record: ChunkFailures) -> None:
+    """Writes down what failed in a chunk, or removes the file when nothing did."""
+    path = failures_path(store_root, dataset_id, record.chunk_key)
+    if record.failures or record.stopped_by:
+        write_atomic(path, record.model_dump_json(indent=2))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _store_error(root: Path, error: OSError) -> StoreError:
+    kind = StoreFull if error.errno == 28 else StoreError
+    return kind(f"store {root} cannot take a state: {error.strerror}; free space or mend the disk and retry the run")
+
+
+def _wait(futures: list[Future[Outcome]]) -> None:
+    for future in futures:
+        if not future.cancelled():
+            future.exception()

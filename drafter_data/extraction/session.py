@@ -1,0 +1,177 @@
+"""A session: one engine, one store, one dataset, one plan, one in-flight window, shared by all chunks of the process."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_contracts.forecast import Forecast
+from data_contracts.parameters import EngineParameters, ExtractionParameters
+from data_contracts.plan import Plan
+from drafter_data.costs import CostModel, costs_path
+from drafter_data.dataset import Dataset
+from drafter_data.engines.base import Engine
+from drafter_data.engines.connect import connect
+from drafter_data.errors import StoreFull
+from drafter_data.extraction.progress import Progress, Snapshot
+from drafter_data.extraction.sample import SampleExtractor, SampleLimits
+from drafter_data.extraction.window import Window
+from drafter_data.planning import chunk_rows, load_plan
+from drafter_data.safetensors_file import NUMPY_DTYPES
+from drafter_data.store.store import Store
+
+DUMP_SHARE = 0.5
+"""Share of the dump folder's free bytes that dumps in flight may take."""
+COMMIT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Paths and parameters; two equal settings in one process share one session."""
+
+    dataset: Path
+    store: Path
+    engine: EngineParameters
+    extraction: ExtractionParameters
+    in_flight: int
+    tolerance: float
+    keep_free_bytes: int = 0
+    engine_wait_seconds: float = 300.0
+    seed: int = 0
+
+
+class ExtractionSession:
+    """Open while chunks are extracted. Thread-safe."""
+
+    def __init__(self, settings: SessionSettings, engine: Engine | None = None) -> None:
+        self.settings = settings
+        self.engine = engine or connect(settings.engine, request_timeout_seconds=settings.extraction.request_timeout_seconds)
+        info = self.engine.describe()
+        self.dataset = Dataset.open(settings.dataset)
+        self.store = Store.open(settings.store, info.identity)
+        self.plan: Plan = load_plan(settings.store, self.dataset.record.dataset_id)
+        self.bytes_per_token = state_bytes_per_token(self.store)
+        self.costs_path = costs_path(settings.store, info.fingerprint)
+        self.costs = CostModel.load(self.costs_path)
+        self.window = Window(
+            requests=min(settings.in_flight, info.in_flight_limit),
+            lengths_must_differ=info.lengths_must_differ,
+            most_bytes=max(int(self.engine.free_bytes() * DUMP_SHARE), 1),
+        )
+        self.executor = ThreadPoolExecutor(self.window.limit + COMMIT_THREADS, thread_name_prefix="extract")
+        self.extractor = SampleExtractor(
+            self.engine,
+            self.store,
+            self.window,
+            SampleLimits(
+                attempts=settings.extraction.attempts,
+                dump_timeout_seconds=settings.extraction.dump_timeout_seconds,
+                engine_wait_seconds=settings.engine_wait_seconds,
+                state_bytes_per_token=self.bytes_per_token,
+            ),
+        )
+        self.progress = self._progress()
+        self._in_a_row = 0
+        self._lock = threading.Lock()
+        self._remaining = self._remaining_lengths()
+
+    def _remaining_lengths(self) -> dict[str, int]:
+        return {
+            planned.state_key: planned.num_tokens
+            for chunk in self.plan.chunks
+            for planned in chunk_rows(self.settings.store, self.plan.dataset_id, chunk.index)
+            if planned.state_key not in self.store
+        }
+
+    def _progress(self) -> Progress:
+        total, tokens = sum(chunk.samples for chunk in self.plan.chunks), sum(chunk.tokens for chunk in self.plan.chunks)
+        remaining = self._remaining_lengths()
+        return Progress(
+            total=total,
+            total_tokens=tokens,
+            bytes_per_token=self.bytes_per_token,
+            done=total - len(remaining),
+            done_tokens=tokens - sum(remaining.values()),
+        )
+
+    def succeeded(self, state_key: str, tokens: int, seconds: float, in_flight: int) -> None:
+        """Counts a committed sample, for progress and for the cost model."""
+        with self._lock:
+            self._in_a_row = 0
+            self._remaining.pop(state_key, None)
+        self.progress.sample_done(tokens, seconds)
+        self.costs.observe(tokens, seconds, in_flight)
+
+    def failed(self) -> bool:
+        """Counts a failed sample; True when too many have failed in a row."""
+        self.progress.sample_failed()
+        with self._lock:
+            self._in_a_row += 1
+            return self._in_a_row >= self.settings.extraction.stop_after_failures
+
+    def check_space(self, coming_bytes: int) -> None:
+        """Raises StoreFull when storing `coming_bytes` would leave less than what is to be kept free."""
+        free = shutil.disk_usage(self.store.root).free
+        if free - coming_bytes < self.settings.keep_free_bytes:
+            raise StoreFull(
+                f"store {self.store.root}: {free / 1e9:.2f} GB free, {self.settings.keep_free_bytes / 1e9:.2f} GB to be "
+                "kept: stopped "
+                "before the disk is full; free space and retry the run, which goes on where it stopped"
+            )
+
+    def forecast(self) -> Forecast:
+        """Time and bytes of what is left of the plan."""
+        with self._lock:
+            remaining = list(self._remaining.values())
+        return self.costs.forecast(remaining, in_flight=self.window.limit, bytes_per_token=self.bytes_per_token)
+
+    def snapshot(self) -> Snapshot:
+        """The run now."""
+        return self.progress.snapshot(
+            dump_bytes=self.window.bytes_in_flight, in_flight=self.window.in_flight, forecast=self.forecast()
+        )
+
+    def close(self) -> None:
+        """Stops what is under way, keeps the cost history, gives back engine and store."""
+        self.extractor.stop.set()
+        self.executor.shutdown(wait=True, cancel_futures=True)
+        self.costs.save(self.costs_path)
+        self.engine.close()
+        self.store.close()
+
+
+def state_bytes_per_token(store: Store) -> int:
+    """Bytes that one token's states and id take in a state file."""
+    identity = store.identity
+    width = NUMPY_DTYPES[identity.dtype]().itemsize
+    return len(identity.layers) * identity.hidden_size * width + 8
+
+
+_open_sessions: dict[SessionSettings, tuple[ExtractionSession, int]] = {}
+_registry_lock = threading.Lock()
+
+
+@contextmanager
+def shared_session(
+    settings: SessionSettings, make: Callable[[SessionSettings], ExtractionSession] = ExtractionSession
+) -> Generator[ExtractionSession]:
+    """The session of these settings: the first user of the process opens it, the last closes it."""
+    with _registry_lock:
+        session, users = _open_sessions.get(settings, (None, 0))
+        session = session or make(settings)
+        _open_sessions[settings] = (session, users + 1)
+    try:
+        yield session
+    finally:
+        with _registry_lock:
+            users = _open_sessions[settings][1] - 1
+            if users:
+                _open_sessions[settings] = (session, users)
+            else:
+                del _open_sessions[settings]
+                session.close()

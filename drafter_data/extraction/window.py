@@ -1,0 +1,87 @@
+"""The one in-flight window of an engine, shared by all chunks of the process.
+
+It bounds requests and bytes in flight, keeps two prompts of one length apart where dumps carry no label, and lets a request go
+alone when a claim was ambiguous.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class Window:
+    """Counts what is in flight. Bytes stay counted until the dump has left the dump folder, after the request slot is
+    free again.
+    """
+
+    def __init__(self, *, requests: int, lengths_must_differ: bool, most_bytes: int) -> None:
+        self._limit = requests
+        self._lengths_must_differ = lengths_must_differ
+        self._most_bytes = most_bytes
+        self._changed = threading.Condition()
+        self._requests = 0
+        self._bytes = 0
+        self._lengths: set[int] = set()
+        self._alone_waiting = 0
+        self._exclusive = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests open now."""
+        return self._requests
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of dumps that are due or not yet stored."""
+        return self._bytes
+
+    @property
+    def limit(self) -> int:
+        """Most requests open at once."""
+        return self._limit
+
+    @contextmanager
+    def space(self, size: int) -> Generator[None]:
+        """Reserves bytes in the dump folder; one dump larger than the bound may still go, alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._bytes == 0 or self._bytes + size <= self._most_bytes)
+            self._bytes += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._bytes -= size
+                self._changed.notify_all()
+
+    @contextmanager
+    def slot(self, tokens: int, *, alone: bool = False) -> Generator[int]:
+        """Waits for a request slot; yields how many requests are then open, this one included."""
+        with self._changed:
+            self._alone_waiting += alone
+            self._changed.wait_for(lambda: self._may_go(tokens, alone))
+            self._alone_waiting -= alone
+            self._requests += 1
+            self._lengths.add(tokens)
+            open_now = self._requests
+            if alone:
+                self._exclusive = True
+        try:
+            yield open_now
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._lengths.discard(tokens)
+                if alone:
+                    self._exclusive = False
+                self._changed.notify_all()
+
+    def _may_go(self, tokens: int, alone: bool) -> bool:
+        if self._exclusive:
+            return False
+        if alone:
+            return self._requests == 0
+        if self._alone_waiting or self._requests >= self._limit:
+            return False
+        return not (self._lengths_must_differ and tokens in self._lengths)

@@ -1,0 +1,152 @@
+"""Preflight: refuses in seconds what would fail after hours."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from data_contracts.parameters import ExtractionParameters
+from data_contracts.preflight import PreflightReport
+from drafter_data.canary import Canary
+from drafter_data.checkpoints import Checkpoint
+from drafter_data.costs import CostModel, costs_path
+from drafter_data.dataset import Dataset
+from drafter_data.engines.base import Engine, EngineInfo
+from drafter_data.errors import InputError, PreflightRefused
+from drafter_data.extraction.session import state_bytes_per_token
+from drafter_data.store.store import RECORD_FILE, Store
+
+PROBE_QUANTILES = (0.05, 0.3, 0.55, 0.8, 0.97)
+
+
+def run_preflight(
+    engine: Engine,
+    dataset: Dataset,
+    store_root: Path,
+    extraction: ExtractionParameters,
+    *,
+    keep_free_bytes: int = 0,
+    trainer_bytes_per_token: int = 0,
+    seed: int = 0,
+) -> PreflightReport:
+    """Checks settings, space and identity, sends the canary, opens (or makes) the store and keeps the probes' cost history.
+
+    Raises PreflightRefused, IdentityMismatch or InputError with what to change; then nothing was written.
+    """
+    info = engine.describe()
+    if (store_root / RECORD_FILE).is_file():
+        Store.open(store_root, info.identity).close()
+    lengths = _lengths(dataset, info)
+    checkpoint = Checkpoint.open(Path(info.provenance.model))
+    _check_model(info, checkpoint)
+    costs = CostModel.load(costs_path(store_root, info.fingerprint))
+    _check_dump_folder(engine, info, int(lengths.max()))
+    swept = engine.sweep()
+    canary = Canary(engine, checkpoint, dump_timeout_seconds=extraction.dump_timeout_seconds, seed=seed)
+    probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
+    figures = canary.run(probes, int(lengths.max()), costs)
+    store = Store.open(store_root, info.identity)
+    try:
+        notes = _notes(info, swept, dataset, lengths, store.record_provenance(info.provenance))
+        _check_store_space(dataset, store, info, keep_free_bytes, trainer_bytes_per_token)
+        costs.save(costs_path(store_root, info.fingerprint))
+        return PreflightReport(
+            engine=info.kind,
+            url=info.url,
+            fingerprint=info.fingerprint,
+            identity=info.identity,
+            provenance=info.provenance,
+            in_flight=min(extraction.in_flight, info.in_flight_limit),
+            lengths_must_differ=info.lengths_must_differ,
+            max_prompt_tokens=info.max_prompt_tokens,
+            bytes_per_token=state_bytes_per_token(store),
+            canary=figures,
+            notes=tuple(notes),
+        )
+    finally:
+        store.close()
+
+
+def _lengths(dataset: Dataset, info: EngineInfo) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    lengths = dataset.columns("num_tokens").column("num_tokens").to_numpy().astype(np.int64)
+    lengths = lengths[lengths <= info.max_prompt_tokens]
+    if not len(lengths):
+        raise PreflightRefused(
+            f"every row of {dataset.folder} is longer than the engine's limit of {info.max_prompt_tokens} tokens: raise the "
+            "engine's "
+            "context length (--context-length)",
+            reason="limit-too-short",
+        )
+    return lengths
+
+
+def _check_model(info: EngineInfo, checkpoint: Checkpoint) -> None:
+    """The server's own model folder, where it can be read, must hold the weights that the run names."""
+    served = info.server_info.get("model_path")
+    if not isinstance(served, str) or not Path(served).is_dir():
+        return
+    try:
+        digest = Checkpoint.open(Path(served)).weights_digest()
+    except InputError:
+        return  # a folder without safetensors cannot be compared; the canary's proof decides
+    if digest != info.identity.weights_digest:
+        raise PreflightRefused(
+            f"the engine serves {served}, the run names {checkpoint.folder}, and their weights differ: start the engine with "
+            f"--model-path {checkpoint.folder}, or name the served folder (engine.model)",
+            reason="model-differs",
+        )
+
+
+def _check_dump_folder(engine: Engine, info: EngineInfo, longest: int) -> None:
+    need = 2 * longest * len(info.identity.layers) * info.identity.hidden_size * 4
+    free = engine.free_bytes()
+    if free < need:
+        raise PreflightRefused(
+            f"the dump folder has {free / 1e9:.3f} GB free, two of the longest prompts ({longest} tokens) need "
+            f"{need / 1e9:.3f} GB: "
+            "remove left-overs, or enlarge the RAM disk",
+            reason="dump-folder-full",
+        )
+
+
+def _check_store_space(
+    dataset: Dataset, store: Store, info: EngineInfo, keep_free_bytes: int, trainer_bytes_per_token: int
+) -> None:
+    columns = dataset.columns("state_key", "num_tokens")
+    keys, tokens = columns.column("state_key").to_pylist(), columns.column("num_tokens").to_pylist()
+    lacking = {key: count for key, count in zip(keys, tokens, strict=True) if count <= info.max_prompt_tokens and key not in store}
+    need = sum(lacking.values()) * state_bytes_per_token(store) + sum(tokens) * trainer_bytes_per_token
+    free = shutil.disk_usage(store.root).free
+    if free - keep_free_bytes < need:
+        raise PreflightRefused(
+            f"store {store.root}: {need / 1e9:.3f} GB to come, {free / 1e9:.3f} GB free of which {keep_free_bytes / 1e9:.3f} "
+            "GB are to be "
+            "kept: free space, name a store on a larger disk, or extract fewer samples",
+            reason="disk-too-small",
+        )
+
+
+def _notes(
+    info: EngineInfo,
+    swept: int,
+    dataset: Dataset,
+    lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+    changed: list[str],
+) -> list[str]:
+    notes = [f"provenance changed since the last run: {line}" for line in changed]
+    if swept:
+        notes.append(f"{swept} left-over dumps of our own dead runs removed")
+    if info.in_flight_limit == 1:
+        notes.append(
+            "unlabelled dumps: one request in flight only; start the engine with --prefill-max-requests 1 and no chunking "
+            "below the "
+            "longest prompt, and let the run read lm_head, to allow more"
+        )
+    if len(lengths) < dataset.record.rows:
+        notes.append(
+            f"{dataset.record.rows - len(lengths)} rows are longer than the engine's limit of {info.max_prompt_tokens} "
+            "tokens: excluded"
+        )
+    return notes
