@@ -25,3 +25,16 @@ class Receipt(Record):
     proof_error: float | None = None
     chunk: str = ""
     committed_at: float = 0.0
+
+
+class DroppedReceipt(Record):
+    """A later line that takes back the receipt at byte `offset` of the receipts file `file` (fsck writes it).
+
+    It names a position, not a key or a time: the order of lines in different files, and clocks of different hosts, do not matter.
+    """
+
+    dropped: str
+    file: str
+    offset: int
+    reason: str
+    dropped_at: float

@@ -39,3 +39,14 @@ class ValidationReport(Record):
     seconds: float
     findings: tuple[Finding, ...] = ()
     layers: tuple[LayerStatistics, ...] = ()
+
+
+class FsckReport(Record):
+    """What fsck found, and how much of it it mended. Without `repair` nothing is changed."""
+
+    store: str
+    states: int
+    deep: bool
+    repair: bool
+    problems: tuple[Finding, ...] = ()
+    repaired: int = 0

@@ -68,6 +68,21 @@ class Leases:
                 del self._held[key]
                 self._path(key).unlink(missing_ok=True)
 
+    def all(self) -> dict[str, tuple[Lease, bool]]:
+        """Every lease by chunk key, and whether its holder lives (as far as this host can tell)."""
+        keys = [path.stem for path in self._folder.glob("*.json")]
+        leases = ((key, self._read(key)) for key in sorted(keys))
+        return {key: (lease, _is_live(lease)) for key, lease in leases if lease is not None}
+
+    def remove_ended(self, key: str) -> bool:
+        """Removes the lease of a holder that is gone; says whether it did."""
+        with self._guard():
+            lease = self._read(key)
+            if lease is not None and _is_live(lease):
+                return False
+            self._path(key).unlink(missing_ok=True)
+            return True
+
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             with self._lock:

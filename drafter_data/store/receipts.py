@@ -7,15 +7,36 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from data_contracts.receipt import Receipt
+from data_contracts.receipt import DroppedReceipt, Receipt
 
 _KEY_FIELD = b'"state_key":"'
+_DROPPED = b'{"dropped":"'
 _OFFSET_BITS = 40
+
+
+@dataclass(frozen=True)
+class ReceiptLine:
+    """One line of a receipts file: `key` is the state's 20 bytes, None where the line is no receipt."""
+
+    path: Path
+    offset: int
+    text: bytes
+
+    @property
+    def key(self) -> bytes | None:
+        return None if self.torn else _key_of(self.text)
+
+    @property
+    def torn(self) -> bool:
+        """Cut off by a crash: it has no newline."""
+        return not self.text.endswith(b"\n")
 
 
 class ReceiptLog:
@@ -28,6 +49,7 @@ class ReceiptLog:
         self._numbers: dict[str, int] = {}
         self._read_bytes: dict[int, int] = {}
         self._where: dict[bytes, int] = {}
+        self._dropped: set[int] = set()
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -38,10 +60,7 @@ class ReceiptLog:
                 self._read_new(path)
 
     def _read_new(self, path: Path) -> None:
-        number = self._numbers.get(path.name)
-        if number is None:
-            number = self._numbers[path.name] = len(self._files)
-            self._files.append(path)
+        number = self._number_of(path.name)
         start = self._read_bytes.get(number, 0)
         if path.stat().st_size <= start:
             return
@@ -50,11 +69,30 @@ class ReceiptLog:
             for line in handle:
                 if not line.endswith(b"\n"):
                     break
-                key = _key_of(line)
-                if key is not None:
+                if line.startswith(_DROPPED):
+                    self._take_back(line)
+                elif (number << _OFFSET_BITS | start) not in self._dropped and (key := _key_of(line)) is not None:
                     self._where[key] = number << _OFFSET_BITS | start
                 start += len(line)
         self._read_bytes[number] = start
+
+    def _number_of(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._files)
+            self._files.append(self._folder / name)
+        return number
+
+    def _take_back(self, line: bytes) -> None:
+        try:
+            record = DroppedReceipt.model_validate_json(line)
+        except ValidationError:
+            return  # no receipt either: fsck names the line
+        where = self._number_of(Path(record.file).name) << _OFFSET_BITS | record.offset
+        self._dropped.add(where)
+        key = bytes.fromhex(record.dropped)
+        if self._where.get(key) == where:
+            del self._where[key]
 
     def __contains__(self, state_key: str) -> bool:
         return bytes.fromhex(state_key) in self._where
@@ -78,6 +116,8 @@ class ReceiptLog:
     def all(self) -> Iterator[Receipt]:
         """Every receipt that the index names, one a state, file by file."""
         for number, path in enumerate(list(self._files)):
+            if not path.exists():
+                continue
             position = 0
             with path.open("rb") as handle:
                 for line in handle:
@@ -88,9 +128,39 @@ class ReceiptLog:
 
     def append(self, receipt: Receipt) -> None:
         """Appends one fsynced line and indexes it."""
-        line = receipt.model_dump_json().encode() + b"\n"
+        self._append(receipt.chunk or "loose", receipt.model_dump_json())
+
+    def drop(self, reasons: Mapping[str, str]) -> int:
+        """Takes back every receipt of the given state keys (key to reason): they count as not extracted. Returns how many."""
+        dropped = 0
+        for line in self.lines():
+            key = "" if line.key is None else line.key.hex()
+            if key in reasons:
+                self._append("fsck", _taken_back(key, line, reasons[key]).model_dump_json())
+                dropped += 1
+        return dropped
+
+    def set_aside(self, line: ReceiptLine) -> None:
+        """Marks a line that is no receipt as seen, so that fsck need not name it again."""
+        self._append("fsck", _taken_back("", line, "receipt-unreadable").model_dump_json())
+
+    def lines(self) -> Iterator[ReceiptLine]:
+        """Every line that was not taken back, readable or not, a torn last one included."""
+        self.refresh()
+        for number, path in enumerate(list(self._files)):
+            position = 0
+            if not path.exists():
+                continue
+            with path.open("rb") as handle:
+                for line in handle:
+                    if not line.startswith(_DROPPED) and (number << _OFFSET_BITS | position) not in self._dropped:
+                        yield ReceiptLine(path, position, line)
+                    position += len(line)
+
+    def _append(self, prefix: str, record: str) -> None:
+        line = record.encode() + b"\n"
         with self._lock:
-            path = self._folder / f"{receipt.chunk or 'loose'}.{self._writer}.jsonl"
+            path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handles.get(path.name)
             if descriptor is None:
                 descriptor = self._handles[path.name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -105,6 +175,10 @@ class ReceiptLog:
             for descriptor in self._handles.values():
                 os.close(descriptor)
             self._handles.clear()
+
+
+def _taken_back(key: str, line: ReceiptLine, reason: str) -> DroppedReceipt:
+    return DroppedReceipt(dropped=key, file=line.path.name, offset=line.offset, reason=reason, dropped_at=time.time())
 
 
 def _key_of(line: bytes) -> bytes | None:

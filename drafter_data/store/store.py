@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,8 @@ from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
 from drafter_data.files import TEMPORARY_PREFIX, write_atomic
 from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.store.commit import write_state
-from drafter_data.store.leases import Leases
-from drafter_data.store.receipts import ReceiptLog
+from drafter_data.store.leases import Lease, Leases
+from drafter_data.store.receipts import ReceiptLine, ReceiptLog
 from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
 
 RECORD_FILE = "store.json"
@@ -192,6 +192,40 @@ class Store:
     def lease(self, chunk_key: str, holder: str) -> AbstractContextManager[None]:
         """Holds a chunk while it is worked on. Raises LeaseHeld when another live holder has it."""
         return self._leases.hold(chunk_key, holder)
+
+    def leases(self) -> dict[str, tuple[Lease, bool]]:
+        """Every lease by chunk key, and whether its holder lives as far as this host can tell."""
+        return self._leases.all()
+
+    def end_lease(self, chunk_key: str) -> bool:
+        """Removes the lease of a holder that is gone; says whether it did."""
+        return self._leases.remove_ended(chunk_key)
+
+    def receipt_lines(self) -> Iterator[ReceiptLine]:
+        """Every line of the receipts, readable or not (fsck)."""
+        return self._receipts.lines()
+
+    def set_aside(self, line: ReceiptLine) -> None:
+        """Marks a line that is no receipt as seen (fsck)."""
+        self._receipts.set_aside(line)
+
+    def discard(self, reasons: Mapping[str, str]) -> None:
+        """Takes states out of the store (key to reason), so that they are extracted again: first the receipts, then the files.
+
+        A file that some living commit has just put there, with a receipt, stays.
+        """
+        self._receipts.drop(reasons)
+        for key in reasons:
+            self.remove_orphan(self.path_of(key))
+
+    def remove_orphan(self, path: Path) -> bool:
+        """Removes a file below `states/` that no receipt names; says whether it did. A commit in progress is waited for."""
+        with self._folder_lock(path.parent.name):
+            self._receipts.refresh()
+            if path.stem in self._receipts and path == self.path_of(path.stem):
+                return False
+            path.unlink(missing_ok=True)
+            return True
 
     def record_provenance(self, provenance: Provenance) -> list[str]:
         """Appends how states come about from now on; returns one line for each thing that differs from the last time."""

@@ -1,0 +1,52 @@
+"""The state of a store, for people and machines that look."""
+
+from __future__ import annotations
+
+from data_contracts.forecast import Forecast
+from data_contracts.identity import StoreIdentity
+from data_contracts.record import Record
+
+
+class LeaseStatus(Record):
+    """Who holds a chunk, until when (`time.time()` seconds), and whether the holder still lives as far as this host can tell."""
+
+    chunk_key: str
+    holder: str
+    host: str
+    expires_at: float
+    live: bool
+
+
+class ChunkStatus(Record):
+    """How far one chunk is."""
+
+    index: int
+    key: str
+    samples: int
+    done: int
+    missing_tokens: int
+    holder: str = ""
+
+
+class PlanStatus(Record):
+    """How far one plan is, and what the rest will take (None where no engine has been measured)."""
+
+    dataset_id: str
+    samples: int
+    done: int
+    missing: int
+    excluded: int
+    chunks: tuple[ChunkStatus, ...]
+    forecast: Forecast | None = None
+
+
+class StoreStatus(Record):
+    """What a store holds and what is going on in it."""
+
+    store: str
+    identity: StoreIdentity
+    states: int
+    bytes: int
+    free_bytes: int
+    plans: tuple[PlanStatus, ...] = ()
+    leases: tuple[LeaseStatus, ...] = ()

@@ -1,0 +1,48 @@
+"""`drafter-data fsck`: finds what crashes and bit rot left in a store, explains it and mends it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from drafter_data.cli.validate import SHOWN_FINDINGS, findings_table
+from drafter_data.store.fsck import fsck as check_store
+from drafter_data.store.store import Store
+
+
+def fsck(store: Path, *, repair: bool = False, deep: bool = False, workers: int = 2, json: bool = False) -> int:
+    """Find left-overs and damage in a store; with --repair, mend it: what does not match is extracted again by the next run.
+
+    Example: `drafter-data fsck .demo/store --deep --repair`
+
+    Exit code 1 when problems were found and are still there.
+
+    Parameters
+    ----------
+    store
+        Folder of the store.
+    repair
+        Sweep temporaries and files without a receipt, take out states that do not match. Refused while a run works on the store.
+    deep
+        Read every byte and compare checksums and content, not only sizes.
+    workers
+        Threads of a deep check.
+    json
+        Print the report as JSON.
+    """
+    opened = Store.open(store)
+    report = check_store(opened, repair=repair, deep=deep, workers=workers)
+    opened.close()
+    left = len(report.problems) - report.repaired
+    if json:
+        sys.stdout.write(report.model_dump_json(indent=2) + "\n")
+    else:
+        console = Console()
+        console.print(f"{report.states:,} states, {len(report.problems)} problems, {report.repaired} repaired")
+        if report.problems:
+            console.print(findings_table(report.problems[:SHOWN_FINDINGS], f"Problems ({len(report.problems)}; --json lists all)"))
+        if left and not repair:
+            console.print(f"Mend with: drafter-data fsck {store} {'--deep ' if deep else ''}--repair")
+    return 1 if left else 0

@@ -1,0 +1,80 @@
+"""`drafter-data status`: what a store holds, who works on it, and how long the rest will take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from data_contracts.forecast import Forecast
+from data_contracts.status import StoreStatus
+from drafter_data.status import store_status
+from drafter_data.store.store import Store
+
+SHOWN_CHUNKS = 30
+
+
+def status(store: Path, *, json: bool = False) -> None:
+    """Show what a store holds, how far its plans are, who holds which chunk, and the forecast of the rest.
+
+    Example: `drafter-data status .demo/store`
+
+    Parameters
+    ----------
+    store
+        Folder of the store.
+    json
+        Print the status as JSON.
+    """
+    opened = Store.open(store)
+    report = store_status(opened)
+    opened.close()
+    if json:
+        sys.stdout.write(report.model_dump_json(indent=2) + "\n")
+    else:
+        _print(report)
+
+
+def _print(report: StoreStatus) -> None:
+    console = Console()
+    identity = report.identity
+    console.print(
+        f"{report.store}: {report.states:,} states, {report.bytes / 1e9:.2f} GB, {report.free_bytes / 1e9:.1f} GB free; layers "
+        f"{', '.join(map(str, identity.layers))} of {identity.num_layers}, hidden {identity.hidden_size}, {identity.dtype}, "
+        f"final state {identity.final_norm}-norm"
+    )
+    for plan in report.plans:
+        rest = forecast_text(plan.forecast) if plan.forecast is not None else "no engine measured yet"
+        title = f"plan {plan.dataset_id[:12]}: {plan.done:,} of {plan.samples:,} done, {plan.excluded:,} excluded; rest: {rest}"
+        table = Table("chunk", "key", "done", "missing", "holder", title=title)
+        unfinished = [chunk for chunk in plan.chunks if chunk.done < chunk.samples]
+        for chunk in unfinished[:SHOWN_CHUNKS]:
+            missing = f"{chunk.samples - chunk.done:,} ({chunk.missing_tokens:,} tokens)"
+            table.add_row(str(chunk.index), chunk.key[:12], f"{chunk.done:,}", missing, chunk.holder)
+        console.print(table if unfinished else title)
+        if len(unfinished) > SHOWN_CHUNKS:
+            console.print(f"and {len(unfinished) - SHOWN_CHUNKS:,} more unfinished chunks (--json lists all)")
+    for lease in report.leases:
+        until = time.strftime("%H:%M:%S", time.localtime(lease.expires_at))
+        console.print(
+            f"chunk {lease.chunk_key[:12]}: {lease.holder} on {lease.host} until {until}{'' if lease.live else ' (gone)'}"
+        )
+
+
+def forecast_text(forecast: Forecast) -> str:
+    """Time left, its 90 % interval, the finish time and the bytes to come."""
+    finish = time.strftime("%a %H:%M", time.localtime(time.time() + forecast.seconds))
+    return (
+        f"{duration(forecast.seconds)} ({duration(forecast.low_seconds)}-{duration(forecast.high_seconds)}), done {finish}, "
+        f"{forecast.bytes / 1e9:.2f} GB to come"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,112 @@
+"""Checking one committed state file against its receipt, in one pass over its bytes.
+
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from data_contracts.identity import StoreIdentity, state_key_of_bytes
+from data_contracts.receipt import Receipt
+from data_contracts.validation import Finding
+from drafter_data.errors import DumpRejected
+from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.verification import check_columns_distinct, check_shape, hash_and_check
+
+EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
+MEASURED_TOKENS = 64
+"""Tokens of a sample, evenly spaced, whose norms are measured: the spread over samples needs no more."""
+TENSORS = {"token_ids", "hidden_states"}
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """What came of one file: a finding, or None and the root-mean-square of each stored layer (float64 [L])."""
+
+    state_key: str
+    finding: Finding | None
+    rms_l: NDArray[np.float64] | None = None
+
+
+def check_size(path: Path, receipt: Receipt) -> Finding | None:
+    """Whether the file of a receipt is there and has its size."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return _finding(receipt, path, "file-missing", f"{receipt.bytes} bytes, as its receipt says", "no file")
+    return None if size == receipt.bytes else _finding(receipt, path, "file-size", f"{receipt.bytes} bytes", f"{size} bytes")
+
+
+def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity) -> CheckedState:
+    """Checks existence, size, header, dtype, shape, token ids (by the name they hash to), checksum and content of one file."""
+
+    def finding(reason: str, expected: str, found: str) -> CheckedState:
+        return CheckedState(receipt.state_key, _finding(receipt, path, reason, expected, found))
+
+    wrong_size = check_size(path, receipt)
+    if wrong_size is not None:
+        return CheckedState(receipt.state_key, wrong_size)
+    try:
+        file = TensorFile.open(path)
+    except (MalformedFile, OSError) as error:
+        return finding("header", "a safetensors header of a state file", str(error))
+    with file:
+        if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
+            return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
+        states_slh, ids_s = file.array("hidden_states"), file.array("token_ids")
+        dtype = file.tensors["hidden_states"].dtype
+        digest = xxhash.xxh3_128()
+        try:
+            _check_content(states_slh, ids_s, dtype, receipt, identity)
+            digest.update(_head(path, receipt.bytes - states_slh.nbytes))
+            hash_and_check(states_slh, dtype, digest, f"sample {receipt.state_key[:12]}")
+        except DumpRejected as error:
+            return finding(error.reason, "states as the receipt and the store's identity say", str(error))
+        if digest.hexdigest() != receipt.xxh3:
+            return finding("checksum", f"xxh3 {receipt.xxh3}", f"xxh3 {digest.hexdigest()}")
+        return CheckedState(receipt.state_key, None, layer_rms(states_slh, dtype))
+
+
+def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: str) -> Finding:
+    return Finding(reason=reason, state_key=receipt.state_key, file=str(path), expected=expected, found=found, remedy=EXTRACT_AGAIN)
+
+
+def _check_content(
+    states_slh: NDArray[Any], ids_s: NDArray[np.int64], dtype: str, receipt: Receipt, identity: StoreIdentity
+) -> None:
+    label = f"sample {receipt.state_key[:12]}"
+    if states_slh.ndim != 3 or ids_s.ndim != 1:
+        raise DumpRejected(f"{label}: expected [S, L, H] and [S], found {states_slh.shape} and {ids_s.shape}", reason="shape")
+    check_shape(states_slh, dtype, receipt.tokens, (len(identity.layers), identity.hidden_size), identity.dtype, label)
+    if len(ids_s) != receipt.tokens:
+        raise DumpRejected(f"{label}: expected {receipt.tokens} token ids, found {len(ids_s)}", reason="row-count")
+    if ids_s.min(initial=0) < 0 or ids_s.max(initial=0) > 0xFFFFFFFF:
+        raise DumpRejected(f"{label}: a token id outside 0..2^32-1", reason="token-ids")
+    found = state_key_of_bytes(ids_s.astype("<u4").tobytes())
+    if found != receipt.state_key:
+        raise DumpRejected(f"{label}: its token ids are those of {found[:12]}: another prompt's states", reason="token-ids")
+    check_columns_distinct(states_slh, label)
+
+
+def _head(path: Path, count: int) -> bytes:
+    """The bytes before the states: header and token ids."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, count, 0)
+    finally:
+        os.close(descriptor)
+
+
+def layer_rms(states_slh: NDArray[Any], dtype: str) -> NDArray[np.float64]:
+    """Root mean square of each stored layer over up to 64 evenly spaced tokens, float64 [L]."""
+    step = max(1, len(states_slh) // MEASURED_TOKENS)
+    picked_slh = as_float32(states_slh[::step], dtype).astype(np.float64)
+    return np.sqrt(np.mean(np.square(picked_slh), axis=(0, 2)))

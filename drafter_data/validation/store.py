@@ -1,0 +1,159 @@
+"""Validating a whole store: every sample, or a reason.
+
+With a dataset, its rows are checked first (keys, masks), then each of their states, and rows without a state are named; rows that
+the plan excluded before sending are not errors. Without one, every state that has a receipt is checked. State files without a
+receipt (a commit that was killed before its receipt) are counted as orphans: nobody uses them, and `fsck --repair` sweeps them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_contracts.plan import PLAN_FILE
+from data_contracts.receipt import Receipt
+from data_contracts.validation import Finding, LayerStatistics, ValidationReport
+from drafter_data.dataset import Dataset
+from drafter_data.files import TEMPORARY_PREFIX
+from drafter_data.planning import load_plan, plan_folder
+from drafter_data.store.store import Store
+from drafter_data.validation.rows import check_row
+from drafter_data.validation.state_file import CheckedState, check_size, check_state_file
+
+
+@dataclass
+class _Tally:
+    """What has been found so far. `rows_of` counts dataset rows a state (without a dataset: one)."""
+
+    rows_of: Counter[str]
+    findings: list[Finding] = field(default_factory=list[Finding])
+    missing: int = 0
+    errors: int = 0
+    states: int = 0
+    bytes: int = 0
+    rms: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
+
+    def take(self, checked: CheckedState) -> None:
+        if checked.finding is not None:
+            self.findings.append(checked.finding)
+            self.errors += self.rows_of[checked.state_key]
+        if checked.rms_l is not None:
+            self.rms.append(checked.rms_l)
+
+
+def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
+    """Checks every sample of `dataset` (or every state) in `workers` threads: hashing and NumPy let go of the interpreter lock.
+
+    Memory: one state key a dataset row and one number a layer and state; state files are mapped, `workers` at a time.
+    """
+    started = time.monotonic()
+    store.refresh()
+    tally = _Tally(Counter())
+    samples = _check_rows(store, dataset, tally) if dataset is not None else len(store)
+    wanted = _wanted_receipts(store, dataset, tally)
+    for checked in _checked(store, wanted, workers):
+        tally.take(checked)
+    return ValidationReport(
+        store=str(store.root),
+        dataset_id=dataset.record.dataset_id if dataset is not None else None,
+        samples=samples,
+        states=tally.states,
+        errors=tally.errors,
+        missing=tally.missing,
+        orphans=_count_orphans(store),
+        bytes=tally.bytes,
+        seconds=time.monotonic() - started,
+        findings=tuple(tally.findings),
+        layers=_layer_statistics(store, tally.rms),
+    )
+
+
+def check_receipts(store: Store, *, deep: bool, workers: int = 2) -> Iterator[Finding]:
+    """Receipts whose file is missing or of another size; with `deep`, whose content is not what it should be (fsck)."""
+    if deep:
+        yield from (checked.finding for checked in _checked(store, store.receipts(), workers) if checked.finding is not None)
+        return
+    for receipt in store.receipts():
+        finding = check_size(store.path_of(receipt.state_key), receipt)
+        if finding is not None:
+            yield finding
+
+
+def _check_rows(store: Store, dataset: Dataset, tally: _Tally) -> int:
+    """Checks the dataset's rows and names those without a state; returns how many rows there are."""
+    planned = (plan_folder(store.root, dataset.record.dataset_id) / PLAN_FILE).is_file()
+    plan = load_plan(store.root, dataset.record.dataset_id) if planned else None
+    excluded = {exclusion.sample_key for exclusion in plan.excluded} if plan is not None else set[str]()
+    rows = 0
+    for sample in dataset.samples():
+        rows += 1
+        finding = check_row(sample, str(dataset.rows_path))
+        if finding is not None:
+            tally.findings.append(finding)
+            tally.errors += 1
+        elif sample.state_key in store:
+            tally.rows_of[sample.state_key] += 1
+        elif sample.sample_key not in excluded:
+            tally.missing += 1
+            tally.errors += 1
+            tally.findings.append(
+                Finding(
+                    reason="state-missing",
+                    state_key=sample.state_key,
+                    file=f"{dataset.rows_path} row {sample.row}",
+                    expected="a committed state",
+                    found="no receipt",
+                    remedy="run the extraction again: it brings what is missing",
+                )
+            )
+    return rows
+
+
+def _wanted_receipts(store: Store, dataset: Dataset | None, tally: _Tally) -> Iterator[Receipt]:
+    for receipt in store.receipts():
+        if dataset is None:
+            tally.rows_of[receipt.state_key] = 1
+        if tally.rows_of[receipt.state_key]:
+            tally.states += 1
+            tally.bytes += receipt.bytes
+            yield receipt
+
+
+def _checked(store: Store, wanted: Iterable[Receipt], workers: int) -> Iterator[CheckedState]:
+    """Checks files in threads, with a bounded number of them waiting."""
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
+        open_checks: set[Future[CheckedState]] = set()
+        for receipt in wanted:
+            open_checks.add(pool.submit(check_state_file, store.path_of(receipt.state_key), receipt, store.identity))
+            if len(open_checks) >= 8 * workers:
+                done, open_checks = wait(open_checks, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        yield from (future.result() for future in open_checks)
+
+
+def _count_orphans(store: Store) -> int:
+    """State files under a final name that no receipt names."""
+    files = (path for path in store.root.glob("states/*/*") if not path.name.startswith(TEMPORARY_PREFIX))
+    return sum(1 for path in files if not is_state_name(path.name) or path.stem not in store)
+
+
+def is_state_name(name: str) -> bool:
+    """Whether a file name is `<state key>.safetensors`."""
+    stem, dot, suffix = name.partition(".")
+    return f"{dot}{suffix}" == ".safetensors" and len(stem) == 40 and set(stem) <= set("0123456789abcdef")
+
+
+def _layer_statistics(store: Store, rms: list[NDArray[np.float64]]) -> tuple[LayerStatistics, ...]:
+    if not rms:
+        return ()
+    quantiles_ql = np.quantile(np.stack(rms), [0.01, 0.5, 0.99], axis=0)
+    return tuple(
+        LayerStatistics(layer=str(layer), rms_p01=float(q[0]), rms_p50=float(q[1]), rms_p99=float(q[2]))
+        for layer, q in zip(store.identity.layers, quantiles_ql.T, strict=True)
+    )
