@@ -50,6 +50,7 @@ class HandoffManifest(Record):
     bytes: int
     longest_tokens: int
     files_xxh3: str = Field(description="xxh3-128 hex of files.parquet")
+    other_files: dict[str, str] = Field(default={}, description="xxh3-128 hex of each further file, by path in the folder")
     exclusions: tuple[Exclusion, ...] = ()
     options: dict[str, str] = {}
     command: tuple[str, ...] = ()

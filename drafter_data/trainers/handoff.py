@@ -1,0 +1,54 @@
+"""The hand-off as one step: needs against free space, then the view. The CLI and the flow call this."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from data_contracts.handoff import HandoffManifest
+from data_contracts.plan import Exclusion
+from drafter_data.dataset import Dataset
+from drafter_data.errors import PreflightRefused
+from drafter_data.store.store import Store
+from drafter_data.trainers.base import Trainer
+
+
+def hand_off(
+    trainer: Trainer,
+    dataset: Dataset,
+    store: Store,
+    out: Path,
+    *,
+    model: Path,
+    exclusions: Iterable[Exclusion] = (),
+    options: Mapping[str, str] | None = None,
+    keep_free_bytes: int = 0,
+) -> HandoffManifest:
+    """Writes the trainer's view into `out` and returns its manifest.
+
+    Raises PreflightRefused (`handoff-space`) before anything is written when the view would not fit and leave `keep_free_bytes`.
+    """
+    check_space(trainer, dataset, store, out, keep_free_bytes)
+    return trainer.materialise(dataset, store, out, model=model, exclusions=tuple(exclusions), options=options or {})
+
+
+def check_space(trainer: Trainer, dataset: Dataset, store: Store, out: Path, keep_free_bytes: int = 0) -> None:
+    """Compares what the trainer's view takes with what is free on its target. Raises PreflightRefused."""
+    need = trainer.needs(dataset, store)
+    target = existing_parent(out)
+    free = shutil.disk_usage(target).free
+    if need.bytes + keep_free_bytes > free:
+        raise PreflightRefused(
+            f"the hand-off to {trainer.name} takes {need.bytes / 1e9:.2f} GB on {target} ({need.means}) beside the "
+            f"{keep_free_bytes / 1e9:.2f} GB to keep free, found {free / 1e9:.2f} GB; name a folder with more space",
+            reason="handoff-space",
+        )
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` that is there."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path

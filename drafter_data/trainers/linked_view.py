@@ -1,0 +1,100 @@
+"""The view that needs no copy: the store's own files under the names that speculators expects. ridge reads the same.
+
+OUT/data/                         what `datasets.load_from_disk` opens
+OUT/states/hs_<row>.safetensors   the state of that dataset's row: a hard link into the store
+OUT/vocabulary/                   token_freq.npy, d2t-<size>.npy, t2d-<size>.npy
+OUT/files.parquet, OUT/manifest.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from data_contracts.handoff import HandoffManifest, SpaceNeed
+from data_contracts.plan import Exclusion
+from drafter_data.checkpoints import Checkpoint
+from drafter_data.dataset import Dataset
+from drafter_data.errors import IdentityMismatch
+from drafter_data.store.store import Store
+from drafter_data.trainers.arrow_dataset import write_arrow_dataset
+from drafter_data.trainers.folder import files_table, link_state, make_manifest, write_handoff
+from drafter_data.trainers.options import fraction, is_true, whole_number
+from drafter_data.trainers.selection import Selection, Verifier, select_rows
+from drafter_data.trainers.vocabulary import count_supervised, write_vocabulary
+
+DATA_FOLDER = "data"
+STATES_FOLDER = "states"
+VOCABULARY_FOLDER = "vocabulary"
+_LINK_BYTES = 256
+_ARROW_BYTES_A_TOKEN = 12
+
+
+def linked_view_need(dataset: Dataset) -> SpaceNeed:
+    """Bytes on the target: token ids, masks and link entries; the states are not copied."""
+    record = dataset.record
+    return SpaceNeed(bytes=record.tokens * _ARROW_BYTES_A_TOKEN + record.rows * _LINK_BYTES, means="hard links into the store")
+
+
+def model_of_store(model: Path, store: Store) -> Checkpoint:
+    """The verifier's checkpoint. Raises IdentityMismatch when the store's states come from other weights."""
+    checkpoint = Checkpoint.open(model)
+    digest = checkpoint.weights_digest()
+    if digest != store.identity.weights_digest:
+        raise IdentityMismatch(
+            f"model {model} has weights {digest[:12]}, but the states of store {store.root} come from weights "
+            f"{store.identity.weights_digest[:12]}; name the model that they were extracted with"
+        )
+    return checkpoint
+
+
+def select_for(
+    dataset: Dataset, store: Store, model: Checkpoint, exclusions: tuple[Exclusion, ...], options: Mapping[str, str]
+) -> Selection:
+    """The rows that a trainer may see, by the options `validation_share` and `verify_all`."""
+    return select_rows(
+        dataset,
+        store,
+        Verifier(model.vocab_size, model.final_norm()),
+        exclusions=exclusions,
+        validation_share=fraction(options, "validation_share", 0.1),
+        verify_all=is_true(options, "verify_all"),
+    )
+
+
+def write_linked_view(
+    trainer: str,
+    dataset: Dataset,
+    store: Store,
+    out: Path,
+    *,
+    model: Path,
+    exclusions: tuple[Exclusion, ...],
+    options: Mapping[str, str],
+    command: Callable[[HandoffManifest], list[str]],
+) -> HandoffManifest:
+    """Writes the view of every row that may be trained on into the folder `out`, all or nothing, and returns its manifest.
+
+    Returns the manifest that is there when `out` holds this very hand-off already. Raises InputError, UsageError, IdentityMismatch
+    (another model) or StoreError; then nothing is left.
+    """
+    checkpoint = model_of_store(model, store)
+    selection = select_for(dataset, store, checkpoint, exclusions, options)
+    table = files_table(selection.rows, state_file)
+    manifest = make_manifest(trainer, out, dataset, store, selection, model=model, table=table, options=options)
+
+    def fill(folder: Path) -> None:
+        groups = [[row.row for row in part] for part in (selection.train, selection.validation)]
+        write_arrow_dataset(folder / DATA_FOLDER, dataset, groups, manifest.files_xxh3[:16])
+        (folder / STATES_FOLDER).mkdir()
+        for n, row in enumerate(selection.rows):
+            link_state(store.path_of(row.state_key), folder / state_file(n), row.bytes)
+        counts_v = count_supervised(dataset, selection.train, checkpoint.vocab_size)
+        write_vocabulary(folder / VOCABULARY_FOLDER, counts_v, whole_number(options, "draft_vocab_size"))
+
+    return write_handoff(out, manifest, table, command(manifest), fill)
+
+
+def state_file(row: int) -> str:
+    """Where the state of the dataset's n-th row lies in the hand-off folder."""
+    return f"{STATES_FOLDER}/hs_{row}.safetensors"

@@ -1,0 +1,75 @@
+"""Trainer options: a few are the hand-off's own, the rest go to the trainer's command as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from drafter_data.errors import UsageError
+
+OWN_OPTIONS = {
+    "validation_share": "share of prompts held out, by content hash (default 0.1)",
+    "draft_vocab_size": "size of the drafter's reduced vocabulary (default: the whole one)",
+    "verify_all": "true: read every state whole before it is handed off",
+    "python": "interpreter of the environment that has the trainer (default: this one)",
+    "script": "a script to run in place of the trainer's module",
+    "nproc": "processes a node, through torchrun (default: 1, without torchrun)",
+    "submit": "a command that takes the training command as its last arguments, such as `sbatch --wait --wrap`",
+    "silence_seconds": "end the job when it writes nothing for so long (default: half an hour and the time to read all files)",
+}
+"""Every option that the hand-off itself reads. `env.NAME` sets a variable for the job."""
+
+
+def fraction(options: Mapping[str, str], name: str, default: float) -> float:
+    """A number of 0 up to, but not, 1. Raises UsageError."""
+    text = options.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"option {name}: expected a number from 0 up to 1, found {text!r}", reason="bad-option")
+    return value
+
+
+def whole_number(options: Mapping[str, str], name: str, default: int | None = None) -> int | None:
+    """A positive whole number, or `default`. Raises UsageError."""
+    text = options.get(name)
+    if text is None or not text:
+        return default
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"option {name}: expected a positive whole number, found {text!r}", reason="bad-option")
+    return int(text)
+
+
+def is_true(options: Mapping[str, str], name: str) -> bool:
+    """Whether an option is switched on. Raises UsageError for anything but true or false."""
+    text = options.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise UsageError(f"option {name}: expected true or false, found {text!r}", reason="bad-option")
+    return text == "true"
+
+
+def environment_prefix(options: Mapping[str, str]) -> list[str]:
+    """`env NAME=value ...` for the options `env.NAME`, so that the printed command is the whole command."""
+    settings = [f"{name.removeprefix('env.')}={value}" for name, value in sorted(options.items()) if name.startswith("env.")]
+    return ["env", *settings] if settings else []
+
+
+def trainer_flags(options: Mapping[str, str]) -> dict[str, str]:
+    """What is left for the trainer: `some_name` becomes `--some-name`."""
+    return {
+        f"--{name.replace('_', '-')}": value
+        for name, value in options.items()
+        if name not in OWN_OPTIONS and not name.startswith("env.")
+    }
+
+
+def flag_list(flags: Mapping[str, str]) -> list[str]:
+    """`--name value` for each flag; a flag set to `true` stands alone, one set to `false` is left out."""
+    argv: list[str] = []
+    for name, value in flags.items():
+        if value == "true":
+            argv.append(name)
+        elif value != "false":
+            argv += [name, *value.split()]
+    return argv
