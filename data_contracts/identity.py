@@ -43,10 +43,15 @@ def sample_key(of_state: str, mask: bytes) -> str:
 
 def dataset_id(sample_keys: Iterable[str]) -> str:
     """Names a dataset version: blake2b-160 hex over the contract version and the sorted sample keys."""
-    digest = hashlib.blake2b(f"dataset{CONTRACT_VERSION}".encode(), digest_size=20)
+    digest = new_dataset_digest()
     for key in sorted(sample_keys):
         digest.update(bytes.fromhex(key))
     return digest.hexdigest()
+
+
+def new_dataset_digest() -> hashlib.blake2b:
+    """The hash that `dataset_id` feeds with the sample keys' bytes in ascending order, for keys that do not fit in memory."""
+    return hashlib.blake2b(f"dataset{CONTRACT_VERSION}".encode(), digest_size=20)
 
 
 def chunk_key(state_keys: Iterable[str]) -> str:
