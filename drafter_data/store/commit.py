@@ -51,7 +51,12 @@ def _link_dump(temporary: Path, dump_descriptor: int, header: bytes) -> None:
     os.pwrite(dump_descriptor, header, 0)
     os.fchmod(dump_descriptor, STATE_MODE)
     os.fsync(dump_descriptor)
-    os.link(f"/proc/self/fd/{dump_descriptor}", temporary, follow_symlinks=True)
+    # Only linkat(2) with a folder descriptor follows the link in /proc/self/fd; link(2) would try to link that link itself.
+    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(str(dump_descriptor), temporary, src_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
 
 
 def _copy_states(temporary: Path, header: bytes, ids: bytes, dump: ClaimedDump) -> None:

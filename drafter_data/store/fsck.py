@@ -16,8 +16,8 @@ from pathlib import Path
 from data_contracts.validation import Finding, FsckReport
 from drafter_data.errors import LeaseHeld
 from drafter_data.files import TEMPORARY_PREFIX
-from drafter_data.store.store import Store
-from drafter_data.validation.store import check_receipts, is_state_name
+from drafter_data.store.store import Store, is_state_name
+from drafter_data.validation.store import check_receipts
 
 WRITING_SECONDS = 60.0
 """A temporary file outside states/ that is younger may be somebody's who is just writing it."""

@@ -63,6 +63,12 @@ class StateView:
         self.file.close()
 
 
+def is_state_name(name: str) -> bool:
+    """Whether a file name is `<state key>.safetensors`."""
+    stem, dot, suffix = name.partition(".")
+    return f"{dot}{suffix}" == ".safetensors" and len(stem) == 40 and set(stem) <= set("0123456789abcdef")
+
+
 class Store:
     """All states of one identity. Several processes and hosts may have one store open."""
 
@@ -222,7 +228,7 @@ class Store:
         """Removes a file below `states/` that no receipt names; says whether it did. A commit in progress is waited for."""
         with self._folder_lock(path.parent.name):
             self._receipts.refresh()
-            if path.stem in self._receipts and path == self.path_of(path.stem):
+            if is_state_name(path.name) and path.stem in self._receipts:
                 return False
             path.unlink(missing_ok=True)
             return True

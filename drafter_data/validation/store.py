@@ -22,7 +22,7 @@ from data_contracts.validation import Finding, LayerStatistics, ValidationReport
 from drafter_data.dataset import Dataset
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.planning import load_plan, plan_folder
-from drafter_data.store.store import Store
+from drafter_data.store.store import Store, is_state_name
 from drafter_data.validation.rows import check_row
 from drafter_data.validation.state_file import CheckedState, check_size, check_state_file
 
@@ -141,12 +141,6 @@ def _count_orphans(store: Store) -> int:
     """State files under a final name that no receipt names."""
     files = (path for path in store.root.glob("states/*/*") if not path.name.startswith(TEMPORARY_PREFIX))
     return sum(1 for path in files if not is_state_name(path.name) or path.stem not in store)
-
-
-def is_state_name(name: str) -> bool:
-    """Whether a file name is `<state key>.safetensors`."""
-    stem, dot, suffix = name.partition(".")
-    return f"{dot}{suffix}" == ".safetensors" and len(stem) == 40 and set(stem) <= set("0123456789abcdef")
 
 
 def _layer_statistics(store: Store, rms: list[NDArray[np.float64]]) -> tuple[LayerStatistics, ...]:
