@@ -78,7 +78,7 @@ def _watch(
     heard_at, heard = time.monotonic(), False
     while True:
         running = job.alive()  # asked before the read: what an ended job wrote last is still read
-        lines = job.new_lines()
+        lines = job.new_lines(last=not running)
         for line in lines:
             on_line(line)
             point = trainer.progress(line)
@@ -86,10 +86,10 @@ def _watch(
                 on_point(point)
                 if not math.isfinite(point.loss):
                     raise TrainingFailed(f"the loss of step {point.step} is {point.loss}", reason="nan-loss")
+        if not running:
+            return
         if lines:
             heard_at, heard = time.monotonic(), True
-        elif not running:
-            return
         elif time.monotonic() - heard_at > silence_seconds:
             reason = "silent" if heard else "never-started"
             raise TrainingFailed(f"the job has written nothing for {silence_seconds:.0f} s and was ended", reason=reason)

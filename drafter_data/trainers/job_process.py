@@ -53,15 +53,19 @@ class JobProcess:
             return False
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def new_lines(self) -> list[str]:
-        """What the job has written since the last call, in whole lines; of a line that was drawn over, the last state."""
+    def new_lines(self, *, last: bool = False) -> list[str]:
+        """What the job has written since the last call, in whole lines; of a line that was drawn over, its last state.
+
+        `last` says that no more will come: the rest of the file is read, and an unfinished line counts.
+        """
         with self._log.open("rb") as handle:
             handle.seek(self._position)
-            block = handle.read(_READ_BYTES)
+            block = handle.read(-1 if last else _READ_BYTES)
         self._position += len(block)
         *whole, self._partial = (self._partial + block).split(b"\n")
-        if not block and self._partial and not self.alive():
-            whole, self._partial = [self._partial], b""
+        if last and self._partial:
+            whole.append(self._partial)
+            self._partial = b""
         return [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
 
     def end(self, grace_seconds: float = STOP_SECONDS) -> int:
