@@ -13,6 +13,7 @@ found and what to do next.
         * DumpMissing - no complete dump in time
         * DumpAmbiguous - more than one dump could be this sample's: ask again alone
         * DumpRejected - a dump that is not what was asked for (rows, ids, proof, content, hostile file)
+            * PassMixed - the request shared its forward pass with others: says nothing about the sample
     * EngineLost - the engine is dead or hung: the chunk fails resumable
     * TooManyFailures - n samples failed in a row: the chunk stops, resumable
     * ChunkIncomplete - a chunk ran to its end with failed samples
@@ -92,6 +93,12 @@ class DumpRejected(SampleError):
     """A dump that is not what was asked for."""
 
     reason = "dump-rejected"
+
+
+class PassMixed(DumpRejected):
+    """The request shared its forward pass with others, so no dump is its own."""
+
+    reason = "pass-mixed"
 
 
 class EngineLost(DrafterDataError):

@@ -19,11 +19,15 @@ from data_contracts.identity import StoreIdentity
 from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, open_regular
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
-from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected
+from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, PassMixed
 from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
 
 FOLDER_PREFIX = "req_"
 STRAY_SECONDS = 60.0
+MIXED_PASS_SECONDS = 1.0
+"""How long after the reply a dump of the right count may still come when a larger one is there: the patch writes
+before it answers.
+"""
 MAX_META_BYTES = 1 << 16
 
 
@@ -75,14 +79,20 @@ class UnlabelledClaims:
                 "give the model folder, or use labelled dumps",
                 reason="one-token-unproven",
             )
-        pause = 0.0005
+        pause, start = 0.0005, time.monotonic()
         while True:
             with self._lock:
                 self._scan()
-                candidates = self._candidates(request)
+                candidates, larger = self._candidates(request), self._larger(request)
             dump = self._settle(request, reply, candidates)
             if dump is not None:
                 return dump
+            if larger and time.monotonic() - start > MIXED_PASS_SECONDS:
+                raise PassMixed(
+                    f"request {request.request_id}: no dump of {request.tokens} tokens, but {larger} has more: its pass "
+                    "mixed other "
+                    "requests in; start the engine with --prefill-max-requests 1"
+                )
             if time.monotonic() >= deadline:
                 raise DumpMissing(
                     f"request {request.request_id}: answered, but no complete dump of {request.tokens} tokens appeared under "
@@ -113,6 +123,12 @@ class UnlabelledClaims:
             for name, seen in self._seen.items()
             if seen.number > sent and seen.tokens == request.tokens and request.request_id not in seen.refused
         ]
+
+    def _larger(self, request: PrefillRequest) -> str | None:
+        """A complete dump born after the request was sent that has more tokens than the prompt and than any other open request."""
+        sent = self._open[request.request_id][0]
+        longest = max(tokens for _, tokens in self._open.values())
+        return next((name for name, seen in self._seen.items() if seen.number > sent and (seen.tokens or 0) > longest), None)
 
     def _settle(self, request: PrefillRequest, reply: PrefillReply, candidates: list[str]) -> ClaimedDump | None:
         """The claimed dump; None when none of the candidates is (yet) it."""

@@ -60,8 +60,8 @@ class EngineProcess:
 
     def start(self) -> None:
         """Starts the server and waits until it is ready. Raises EngineLost; nothing is left running then."""
-        if self._process is not None:
-            raise RuntimeError("the engine was started already")
+        if self.alive():
+            raise RuntimeError("the engine runs already")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._log_start = output.tell()

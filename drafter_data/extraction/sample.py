@@ -17,12 +17,13 @@ from data_contracts.extraction import SampleFailure
 from data_contracts.receipt import Receipt
 from drafter_data.engines.base import ClaimedDump, Engine, PrefillReply, PrefillRequest
 from drafter_data.engines.sglang_http import EngineUnreachable
-from drafter_data.errors import DumpAmbiguous, EngineLost, RequestRefused, SampleError
+from drafter_data.errors import DumpAmbiguous, EngineLost, PassMixed, RequestRefused, SampleError
 from drafter_data.extraction.window import Window
 from drafter_data.store.store import Store
 
 BACKOFF_SECONDS = 0.2
 MOST_BACKOFF_SECONDS = 10.0
+MOST_MIXED_PASSES = 20
 
 
 @dataclass(frozen=True)
@@ -69,34 +70,36 @@ class SampleExtractor:
 
     def extract(self, work: SampleWork, chunk: str) -> tuple[Receipt, Extracted] | SampleFailure:
         """Brings one state into the store, or says why not. Raises EngineLost, StoreError or OSError, which stop the chunk."""
-        alone, last = False, SampleError("not attempted", reason="not-attempted")
-        for attempt in range(1, self._limits.attempts + 1):
-            if attempt > 1:
-                self._pause(attempt)
-            if self.stop.is_set():
-                break
+        alone, attempt, mixed = False, 1, 0
+        while True:
             try:
-                with self._window.space(work.tokens * self._limits.state_bytes_per_token):
-                    extracted = self.fetch(work, alone=alone)
-                    try:
-                        receipt = self._store.commit(
-                            extracted.dump,
-                            work.state_key,
-                            work.token_ids_s,
-                            chunk=chunk,
-                            attempts=attempt,
-                            engine_seconds=extracted.reply.seconds,
-                        )
-                    finally:
-                        self._engine.release(extracted.dump)
-                return receipt, extracted
+                return self._attempt(work, chunk, attempt, alone=alone)
             except RequestRefused as error:
                 return _failure(work, error, attempt)
-            except DumpAmbiguous as error:
-                alone, last = True, error
+            except PassMixed as error:
+                last, mixed = error, mixed + 1
             except SampleError as error:
-                last = error
-        return _failure(work, last, self._limits.attempts if not self.stop.is_set() else 0)
+                last, alone = error, alone or isinstance(error, DumpAmbiguous)
+                attempt += 1
+            if attempt > self._limits.attempts or mixed > MOST_MIXED_PASSES or self.stop.is_set():
+                return _failure(work, last, attempt + mixed - 1)
+            self._pause(attempt)
+
+    def _attempt(self, work: SampleWork, chunk: str, attempt: int, *, alone: bool) -> tuple[Receipt, Extracted]:
+        with self._window.space(work.tokens * self._limits.state_bytes_per_token):
+            extracted = self.fetch(work, alone=alone)
+            try:
+                receipt = self._store.commit(
+                    extracted.dump,
+                    work.state_key,
+                    work.token_ids_s,
+                    chunk=chunk,
+                    attempts=attempt,
+                    engine_seconds=extracted.reply.seconds,
+                )
+            finally:
+                self._engine.release(extracted.dump)
+        return receipt, extracted
 
     def fetch(self, work: SampleWork, *, alone: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
@@ -136,7 +139,7 @@ class SampleExtractor:
                 return
 
     def _pause(self, attempt: int) -> None:
-        self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS))
+        self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
 
 def _check_reply(request: PrefillRequest, reply: PrefillReply) -> None:

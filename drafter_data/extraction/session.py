@@ -54,6 +54,7 @@ class ExtractionSession:
         info = self.engine.describe()
         self.dataset = Dataset.open(settings.dataset)
         self.store = Store.open(settings.store, info.identity)
+        self.store.sweep()
         self.plan: Plan = load_plan(settings.store, self.dataset.record.dataset_id)
         self.bytes_per_token = state_bytes_per_token(self.store)
         self.costs_path = costs_path(settings.store, info.fingerprint)
@@ -141,6 +142,7 @@ class ExtractionSession:
         self.extractor.stop.set()
         self.executor.shutdown(wait=True, cancel_futures=True)
         self.costs.save(self.costs_path)
+        self.engine.sweep()  # what a killed run had in flight the engine dumped after our preflight
         self.engine.close()
         self.store.close()
 

@@ -1,0 +1,134 @@
+"""A whole extraction against a real embedded engine: nothing wrong, nothing lost, whatever lies beside the dumps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_contracts.parameters import ExtractionParameters
+from drafter_data.dataset import Dataset
+from drafter_data.extraction.campaign import check_engine, run_campaign
+from drafter_data.safetensors_file import TensorFile
+from drafter_data.store.store import Store
+from drafter_data.validation import validate_store
+from tests.support.datasets import random_prompts, write_dataset
+from tests.support.engines import health_checks, running_engine
+from tests.support.reference import ReferenceModel
+
+LAYERS = (2, 4, 5, 8)
+
+
+def worst_error(store_root: Path, dataset: Dataset, model: Path) -> float:
+    """Largest difference between any committed state and transformers' over the whole dataset."""
+    reference, store, worst = ReferenceModel(model), Store.open(store_root), 0.0
+    for sample in dataset.samples():
+        found = store.read(sample.state_key)
+        expected_slh = reference.states(sample.input_ids_s.tolist(), LAYERS)
+        assert found.states_slh.shape == expected_slh.shape
+        worst = max(worst, float(np.abs(found.states_slh - expected_slh).max()))
+    return worst
+
+
+def test_extraction_labelled_with_equal_lengths_in_flight_stores_every_state(small_model: Path, tmp_path: Path) -> None:
+    prompts = random_prompts(120, 8, 200, seed=1) + random_prompts(40, 64, 64, seed=2)
+    dataset = write_dataset(tmp_path / "dataset", prompts)
+    with running_engine(small_model) as engine, health_checks(engine.url):
+        report = run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters(chunk_samples=40))
+        left = [name for name in engine.dump_folder.iterdir() if not name.name.startswith(".")]
+    assert (report.stored, report.failed) == (160, 0)
+    assert left == []
+    assert worst_error(tmp_path / "store", dataset, small_model) < 1e-4
+    checked = validate_store(Store.open(tmp_path / "store"), dataset)
+    assert (checked.errors, checked.samples, checked.orphans) == (0, 160, 0)
+
+
+def test_extraction_chunked_prefill_puts_pieces_together(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(20, 100, 500, seed=3))
+    with running_engine(small_model, "--chunked-prefill-size", "128") as engine:
+        report = run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
+    assert (report.stored, report.failed) == (20, 0)
+    assert worst_error(tmp_path / "store", dataset, small_model) < 1e-4
+
+
+@pytest.mark.timeout(280)
+def test_extraction_unlabelled_2000_samples_16_in_flight_beside_health_checks_none_wrong(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(2000, 8, 512, seed=4))
+    flags = ("--dumps", "unlabelled", "--prefill-max-requests", "1", "--chunked-prefill-size", "-1")
+    with running_engine(small_model, *flags) as engine, health_checks(engine.url) as seen:
+        parameters = engine.parameters(kind="sglang-unlabelled")
+        report = run_campaign(dataset.folder, tmp_path / "store", parameters, ExtractionParameters(in_flight=16))
+    assert (report.stored, report.failed) == (2000, 0)
+    assert len(seen) > 20, "the health checks must have run beside the extraction"
+    assert worst_error(tmp_path / "store", dataset, small_model) < 1e-4
+    proofs = Counter(receipt.proof for receipt in Store.open(tmp_path / "store").receipts())
+    assert proofs == {"token-count+logprobs": 2000}
+
+
+def test_preflight_unlabelled_mixed_passes_allows_one_in_flight_and_stays_right(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 8, 200, seed=5))
+    with running_engine(small_model, "--dumps", "unlabelled") as engine, health_checks(engine.url):
+        parameters, extraction = engine.parameters(kind="sglang-unlabelled"), ExtractionParameters(in_flight=16)
+        found = check_engine(dataset, tmp_path / "store", parameters, extraction, keep_free_bytes=0)
+        assert found.in_flight == 1
+        assert any("--prefill-max-requests 1" in note for note in found.notes)
+        report = run_campaign(dataset.folder, tmp_path / "store", parameters, extraction)
+    assert (report.stored, report.failed) == (40, 0)
+    assert worst_error(tmp_path / "store", dataset, small_model) < 1e-4
+
+
+def test_counter_prediction_beside_health_checks_goes_wrong(small_model: Path, tmp_path: Path) -> None:
+    """The trap is real: the way that teams used, dump number = first number + position, names other requests' dumps."""
+    import requests
+
+    prompts = random_prompts(60, 8, 64, seed=6)
+    flags = ("--dumps", "unlabelled", "--prefill-max-requests", "1")
+    with running_engine(small_model, *flags) as engine, health_checks(engine.url):
+        first = max(int(folder.name.removeprefix("req_")) for folder in engine.dump_folder.glob("req_*")) + 1
+        for ids in prompts:
+            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+            assert requests.post(f"{engine.url}/generate", json=body, timeout=60).status_code == 200
+        wrong = 0
+        for position, ids in enumerate(prompts):
+            meta = json.loads((engine.dump_folder / f"req_{first + position:08d}" / "meta.json").read_text())
+            wrong += meta["num_tokens"] != len(ids)
+    assert wrong > 10
+
+
+def test_extraction_again_sends_nothing(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(30, 8, 64, seed=7))
+    with running_engine(small_model) as engine:
+        run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters(chunk_samples=10))
+        keys = {receipt.state_key: receipt.xxh3 for receipt in Store.open(tmp_path / "store").receipts()}
+        sent = len(engine.request_log.read_text().splitlines())
+        report = run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters(chunk_samples=10))
+        canary = len(engine.request_log.read_text().splitlines()) - sent
+    assert report.failed == 0
+    assert canary < 15, "only the canary may be sent"
+    assert {receipt.state_key: receipt.xxh3 for receipt in Store.open(tmp_path / "store").receipts()} == keys
+
+
+def test_state_file_from_rename_and_from_copy_holds_the_same_tensors(small_model: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(5, 8, 32, seed=8))
+    with running_engine(small_model) as engine:
+        run_campaign(dataset.folder, tmp_path / "copied", engine.parameters(), ExtractionParameters())
+        same_disk = engine.dump_folder.parent / f"{engine.dump_folder.name}-store"
+        try:
+            run_campaign(dataset.folder, same_disk, engine.parameters(), ExtractionParameters())
+            copied, linked = Store.open(tmp_path / "copied"), Store.open(same_disk)
+            for sample in dataset.samples():
+                a, b = copied.path_of(sample.state_key), linked.path_of(sample.state_key)
+                assert a.read_bytes() == b.read_bytes()
+                assert b.stat().st_mode & 0o777 == 0o444
+                assert np.array_equal(load_file(b)["token_ids"], sample.input_ids_s)
+                with TensorFile.open(b) as file:
+                    assert file.metadata == {}, "a label of one run would make the bytes differ from run to run"
+        finally:
+            import shutil
+
+            shutil.rmtree(same_disk, ignore_errors=True)
