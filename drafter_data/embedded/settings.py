@@ -11,6 +11,14 @@ from drafter_data.checkpoints import default_layers
 from drafter_data.errors import UsageError
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Comma-separated layer indices. Raises UsageError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"layers {text!r}: expected comma-separated numbers, for example 2,4,5,8") from None
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Launch settings. `chunked_prefill_size` -1 switches chunking off, as in SGLang; `port` 0 takes a free one."""

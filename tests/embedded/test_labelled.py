@@ -33,21 +33,22 @@ def test_labelled_dump_holds_ids_states_and_metadata(start_engine: Start, model:
         "rid": "dd-../a b", "start": "0", "end": "300", "layers": "2,4,5,8", "final_norm": "pre", "version": "1",
     }  # fmt: skip
     np.testing.assert_array_equal(file.array("token_ids"), ids)
-    np.testing.assert_array_equal(file.array("hidden_states"), model.forward(ids, LAYERS))
+    np.testing.assert_allclose(file.array("hidden_states"), model.forward(ids, LAYERS), atol=1e-4, rtol=0)
 
 
 def test_labelled_dumps_of_many_at_once_same_bits_as_alone(start_engine: Start, model: Llama) -> None:
-    engine = start_engine("--chunked-prefill-size", "700", "--max-prefill-tokens", "1500")
+    busy, quiet = start_engine("--chunked-prefill-size", "700", "--max-prefill-tokens", "1500"), start_engine()
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 1024, n) for n in rng.integers(1, 900, 96)]
+    prompts = [rng.integers(0, 1024, n) for n in rng.integers(1, 900, 64)]
     with ThreadPoolExecutor(32) as pool:
-        replies = list(pool.map(lambda i: engine.generate(prompts[i].tolist(), f"dd-{i}"), range(len(prompts))))
+        replies = list(pool.map(lambda i: busy.generate(prompts[i].tolist(), f"dd-{i}"), range(len(prompts))))
     assert [reply["meta_info"]["prompt_tokens"] for reply in replies] == [len(ids) for ids in prompts]
-    pieces = 0
+    assert any(len(busy.labelled(f"dd-{index}")) > 1 for index in range(64)), "no prompt was cut: chunking was not exercised"
     for index, ids in enumerate(prompts):
-        np.testing.assert_array_equal(engine.states(f"dd-{index}"), model.forward(ids, LAYERS))
-        pieces += len(engine.labelled(f"dd-{index}"))
-    assert pieces > len(prompts), "no prompt was cut: chunking was not exercised"
+        quiet.generate(ids.tolist(), f"dd-{index}")
+        np.testing.assert_array_equal(busy.states(f"dd-{index}"), quiet.states(f"dd-{index}"))
+        if index % 8 == 0:
+            np.testing.assert_allclose(busy.states(f"dd-{index}"), model.forward(ids, LAYERS), atol=1e-4, rtol=0)
 
 
 def test_other_requests_leave_no_labelled_dump(start_engine: Start) -> None:
@@ -63,7 +64,7 @@ def test_final_norm_post_normalises_the_last_column_only(start_engine: Start, mo
     engine.generate(ids.tolist())
     expected_slh = model.forward(ids, (0, 3, 8))
     expected_slh[:, -1] = model.final_norm(expected_slh[:, -1])
-    np.testing.assert_array_equal(engine.states("dd-1"), expected_slh)
+    np.testing.assert_allclose(engine.states("dd-1"), expected_slh, atol=1e-4, rtol=0)
     assert engine.get("/server_info").json()["drafter_data"]["final_norm"] == "post"
 
 
