@@ -15,7 +15,8 @@ from drafter_data.checkpoints import RmsNorm
 _NORMED_WITHIN = 0.005
 _NORMED_BEYOND = 0.05
 _ENOUGH_SAMPLES = 8
-_MAD_TO_SIGMA = 1.4826
+_MUCH_BETTER = 0.25
+_NOTICEABLE = 0.02
 
 
 def norm_deviation(states_rh: NDArray[np.float32], norm: RmsNorm) -> NDArray[np.float64]:
@@ -39,18 +40,23 @@ def norm_fault(states_rh: NDArray[np.float32], norm: RmsNorm, final_norm: str) -
 
 
 class LayerSignatures:
-    """Mean log root-mean-square per stored layer and sample: what a layer's states look like in this store."""
+    """Sizes of the stored layers and distances between them, per sample: what the order of a residual stream looks like.
+
+    A signature [L, L] has the logarithm of each layer's root mean square on its diagonal, of each two layers' distance beside it.
+    """
 
     def __init__(self, layers: int) -> None:
-        self._layers = layers
+        self._orders = [list(order) for order in permutations(range(layers))]
         self._keys: list[str] = []
-        self._signatures: list[NDArray[np.float32]] = []
+        self._signatures: list[NDArray[np.float64]] = []
 
     def add(self, key: str, states_rlh: NDArray[np.float32]) -> None:
         """Takes in a few rows of one sample."""
-        mean_square_rl = np.mean(np.square(states_rlh, dtype=np.float64), axis=2)
+        wide_rlh = states_rlh.astype(np.float64)
+        differences_rllh = wide_rlh[:, :, None] - wide_rlh[:, None]
+        square_ll = np.mean(np.square(differences_rllh), axis=(0, 3)) + np.diag(np.mean(np.square(wide_rlh), axis=(0, 2)))
         self._keys.append(key)
-        self._signatures.append((np.log(mean_square_rl + 1e-30).mean(axis=0) / 2).astype(np.float32))
+        self._signatures.append(np.log(square_ll + 1e-30) / 2)
 
     def out_of_order(self) -> dict[str, str]:
         """Samples whose layers fit the store's other samples only in another order: key to what was found.
@@ -59,20 +65,15 @@ class LayerSignatures:
         """
         if len(self._keys) < _ENOUGH_SAMPLES:
             return {}
-        signatures_nl = np.stack(self._signatures).astype(np.float64)
-        middle_l = np.median(signatures_nl, axis=0)
-        spread_l = _MAD_TO_SIGMA * np.median(np.abs(signatures_nl - middle_l), axis=0)
-        distance_n = np.sum(np.square(signatures_nl - middle_l), axis=1)
-        limit = float(np.sum(np.square(6 * spread_l + 0.01)))
+        signatures_nll = np.stack(self._signatures)
+        middle_ll = np.median(signatures_nll, axis=0)
         found: dict[str, str] = {}
-        for n in np.flatnonzero(distance_n > limit):
-            order = min(
-                permutations(range(self._layers)),
-                key=lambda order: float(np.sum(np.square(signatures_nl[n, list(order)] - middle_l))),
-            )
-            if np.sum(np.square(signatures_nl[n, list(order)] - middle_l)) < 0.25 * distance_n[n]:
-                found[self._keys[n]] = (
-                    f"sample {self._keys[n][:12]}: its stored layers fit this store's others only in the order {list(order)}; "
+        for key, signature_ll in zip(self._keys, signatures_nll, strict=True):
+            misfit = [float(np.sum(np.square(signature_ll[np.ix_(order, order)] - middle_ll))) for order in self._orders]
+            best = int(np.argmin(misfit))
+            if misfit[0] > _NOTICEABLE and misfit[best] < _MUCH_BETTER * misfit[0]:
+                found[key] = (
+                    f"sample {key[:12]}: its stored layers fit this store's other samples only in the order {self._orders[best]}; "
                     "extract it again"
                 )
         return found

@@ -1,7 +1,8 @@
 """Which rows a trainer may see, in which order, and on which side of the split. What a trainer would let through stops here.
 
-A file that is as old as its receipt is what the store verified when it committed it, so the cheap checks (size, header, token ids,
-a few rows of states) decide; one that was written to since is read whole against its checksum. Tensor legend: S tokens, L layers,
+A file that is as old as its receipt is what the store verified when it committed it, so that of a large dataset the cheap checks
+(size, header, token ids, a few rows of states) decide; one that was written to since, and all of a small dataset, are read whole
+against their checksums. Tensor legend: S tokens, L layers,
 R tokens looked at, H hidden size, V vocabulary.
 """
 
@@ -23,7 +24,6 @@ from data_contracts.receipt import Receipt
 from drafter_data.checkpoints import RmsNorm
 from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import DrafterDataError, InputError, SampleError
-from drafter_data.files import xxh3_of
 from drafter_data.safetensors_file import TensorFile, as_float32
 from drafter_data.store.store import Store
 from drafter_data.trainers.layer_signature import LayerSignatures, norm_fault
@@ -31,6 +31,8 @@ from drafter_data.verification import check_columns_distinct, check_shape, check
 
 Split = Literal["train", "validation"]
 _ROWS_LOOKED_AT = 3
+READ_WHOLE_UP_TO_BYTES = 2_000_000_000
+"""A dataset whose states take less is read whole, in a second or two, whatever its receipts say."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,12 @@ def select_rows(
 ) -> Selection:
     """Checks every row of the dataset against its state and its receipt, and splits those that pass.
 
-    With `verify_all` every state file is read whole. Raises InputError (`nothing-to-hand-off`) when fewer than two rows remain:
-    one to learn from and one to hold out.
+    With `verify_all`, or below READ_WHOLE_UP_TO_BYTES, every state file is read whole. Raises InputError
+    (`nothing-to-hand-off`) when fewer than two rows remain: one to learn from and one to hold out.
     """
     given = {exclusion.sample_key: exclusion for exclusion in exclusions}
-    checks = _Checks(store, verifier, LayerSignatures(len(store.identity.layers)), verify_all)
+    read_whole = verify_all or state_bytes(dataset, store) <= READ_WHOLE_UP_TO_BYTES
+    checks = _Checks(store, verifier, LayerSignatures(len(store.identity.layers)), read_whole)
     rows: list[HandoffRow] = []
     excluded: list[Exclusion] = []
     for sample in dataset.samples():
@@ -127,7 +130,7 @@ class _Checks:
     store: Store
     verifier: Verifier
     signatures: LayerSignatures
-    verify_all: bool
+    read_whole: bool
 
     def check(self, sample: Sample) -> Receipt:
         """The receipt of a sample that may be trained on; raises SampleError, MalformedFile or OSError with the reason."""
@@ -147,7 +150,7 @@ class _Checks:
             )
         with TensorFile.open(path) as file:
             self._check_content(file, sample, label)
-            if self.verify_all or status.st_mtime > receipt.committed_at:
+            if self.read_whole or status.st_mtime > receipt.committed_at:
                 _check_whole(file, path, receipt, label)
         return receipt
 
@@ -170,14 +173,24 @@ class _Checks:
 
 
 def _check_whole(file: TensorFile, path: Path, receipt: Receipt, label: str) -> None:
-    hash_and_check(file.array("hidden_states"), receipt.dtype, xxhash.xxh3_128(), label)
-    found = xxh3_of(path)
-    if found != receipt.xxh3:
+    """One pass: content checks of the states, and the checksum of the whole file, in which they come last."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as handle:
+        digest.update(handle.read(file.header_bytes + file.tensors["hidden_states"].start))
+    hash_and_check(file.array("hidden_states"), receipt.dtype, digest, label)
+    if digest.hexdigest() != receipt.xxh3:
         raise SampleError(
-            f"{label}: {path} changed since it was received: expected checksum {receipt.xxh3}, found {found}; "
+            f"{label}: {path} changed since it was received: expected checksum {receipt.xxh3}, found {digest.hexdigest()}; "
             "run fsck, extract it again",
             reason="checksum",
         )
+
+
+def state_bytes(dataset: Dataset, store: Store) -> int:
+    """Bytes of the states of all rows, headers aside."""
+    identity = store.identity
+    width = 4 if identity.dtype == "F32" else 2
+    return dataset.record.tokens * (len(identity.layers) * identity.hidden_size * width + 8)
 
 
 def _check_mask(sample: Sample, vocab_size: int, label: str) -> None:
@@ -227,7 +240,9 @@ def _hold_out_at_least_one(rows: list[HandoffRow]) -> list[HandoffRow]:
 
 def _exclusion(sample_key: str, state_key: str, error: Exception) -> Exclusion:
     reason = error.reason if isinstance(error, DrafterDataError) else "state-unreadable"
-    return Exclusion(sample_key=sample_key, state_key=state_key, kind="failed", reason=reason, detail=str(error)[:500])
+    label = f"sample {sample_key[:12]}"
+    detail = str(error) if str(error).startswith(label) else f"{label}: {error}"
+    return Exclusion(sample_key=sample_key, state_key=state_key, kind="failed", reason=reason, detail=detail[:500])
 
 
 def _nothing_left(selection: Selection, dataset: Dataset, store: Store) -> str:

@@ -120,7 +120,7 @@ def test_job_that_says_nothing_never_started_and_is_ended(manifest: HandoffManif
 
 
 def test_job_that_falls_silent_is_ended(manifest: HandoffManifest) -> None:
-    assert failure(STEP + "import time; time.sleep(60)", manifest, silence_seconds="1").reason == "silent"
+    assert failure(STEP + "import time; time.sleep(60)", manifest, silence_seconds="6").reason == "silent"
 
 
 def test_job_with_an_exit_status_fails_with_the_log_tail(manifest: HandoffManifest) -> None:
