@@ -143,3 +143,14 @@ class StorageParameters(Parameters):
     keep_free_gb: float = Field(
         default=1.0, ge=0, le=100_000, title="Keep free (GB)", description="Extraction stops, resumable, below this."
     )
+
+
+class ChunkParameters(Parameters):
+    """Which chunk of which kept plan; paths as the host that runs it sees them."""
+
+    dataset: str = Field(title="Dataset", description="Folder of the dataset.")
+    store: str = Field(title="Store", description="Folder of the store, which keeps the plan.")
+    index: int = Field(default=0, ge=0, title="Chunk", description="Its index in the plan.")
+    keep_free_gb: float = Field(
+        default=1.0, ge=0, le=100_000, title="Keep free (GB)", description="Extraction stops, resumable, below this."
+    )

@@ -1,0 +1,46 @@
+"""How a flow ends: a failure of ours is one clear line as the run's state message, without a traceback in the log."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from prefect.client.schemas.objects import State
+from prefect.exceptions import FailedRun
+from prefect.logging import get_run_logger
+from prefect.states import Failed
+
+from drafter_data.errors import DrafterDataError
+
+Arguments = ParamSpec("Arguments")
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+
+
+def in_one_line(
+    stages: Callable[Arguments, State[Any] | None], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> State[Any] | None:
+    """Runs the stages of a flow; returns their state, or a Failed one whose message is the failure's reason and first line."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_without_traceback)
+    try:
+        return stages(*args, **kwargs)
+    except DrafterDataError as error:
+        get_run_logger().error("%s: %s", error.reason, error)
+        return Failed(message=f"{error.reason}: {str(error).splitlines()[0]}")
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        message = f"disk: {error.strerror}: {error.filename}; free space or mend the disk, then retry this run, which goes on there"
+        get_run_logger().error(message)
+        return Failed(message=message)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Keeps the line and drops the traceback of failures that say themselves what to do. Anything else is a defect and keeps it."""
+    if record.exc_info and isinstance(record.exc_info[1], (DrafterDataError, FailedRun)):
+        record.exc_info, record.exc_text = None, None
+    return True

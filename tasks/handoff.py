@@ -1,0 +1,101 @@
+"""Stage 9: the trainer's view of dataset and store, and its job."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+from prefect import task
+
+from data_contracts.extraction import GateReport
+from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
+from data_contracts.parameters import HandoffParameters
+from drafter_data.dataset import Dataset
+from drafter_data.files import replace_link
+from drafter_data.gate import exclusions
+from drafter_data.planning import load_plan
+from drafter_data.store.store import Store
+from drafter_data.trainers.handoff import hand_off
+from drafter_data.trainers.job import job_command, run_job
+from drafter_data.trainers.registry import trainer_named
+from drafter_data.workspace import Workspace
+from tasks.publishing import STAGE, gigabytes, publish_facts, run_logger, say
+
+JOB_LOG = "job.log"
+POINT_SECONDS = 2.0
+
+
+@task(name="hand-off", task_run_name="hand-off of {dataset.name:.12} to {parameters.trainer}", **STAGE)
+def give_to_trainer(
+    workspace: Workspace,
+    dataset: Path,
+    model: Path,
+    gate: GateReport,
+    parameters: HandoffParameters,
+) -> HandoffManifest:
+    """Writes the trainer's view into a folder of its own and points `handoff` at it."""
+    opened, store = Dataset.open(dataset), Store.open(workspace.store)
+    options = options_of(parameters)
+    try:
+        left_out = exclusions(load_plan(store.root, opened.record.dataset_id), gate, opened)
+        out = workspace.handoff_folder(parameters.trainer, opened.record.dataset_id, left_out, options)
+        manifest = hand_off(
+            trainer_named(parameters.trainer),
+            opened,
+            store,
+            out,
+            model=model,
+            exclusions=left_out,
+            options=options,
+            keep_free_bytes=workspace.keep_free_bytes,
+        )
+    finally:
+        store.close()
+    replace_link(workspace.handoff_link, out)
+    publish_facts("hand-off", f"{manifest.samples:,} samples for {manifest.trainer}", handoff_facts(manifest, None, options))
+    say(f"hand-off: {manifest.samples:,} samples for {manifest.trainer} at {manifest.folder}")
+    return manifest
+
+
+@task(name="train", task_run_name="train {manifest.trainer} on {manifest.samples} samples", **STAGE)
+def train(manifest: HandoffManifest, parameters: HandoffParameters) -> Checkpoint:
+    """Starts the job in a process group of its own and watches it to its end. Publishes its result."""
+    logger, shown = run_logger(), [0.0]
+
+    def on_point(point: TrainingPoint) -> None:
+        if time.monotonic() - shown[0] >= POINT_SECONDS:
+            shown[0] = time.monotonic()
+            accuracy = "" if point.accuracy is None else f", accuracy {point.accuracy:.3f}"
+            logger.info("step %d: loss %.4g%s", point.step, point.loss, accuracy)
+
+    trainer, options = trainer_named(parameters.trainer), options_of(parameters)
+    log = Path(manifest.folder) / JOB_LOG
+    checkpoint = run_job(trainer, manifest, options, on_line=logger.debug, on_point=on_point, log=log)
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in checkpoint.metrics.items())
+    publish_facts("hand-off", f"{manifest.samples:,} samples, trained", handoff_facts(manifest, checkpoint, options))
+    logger.info("trained: %s (%s)", checkpoint.weights_file, metrics)
+    return checkpoint
+
+
+def options_of(parameters: HandoffParameters) -> dict[str, str]:
+    """All options for the trainer; one named in `options` wins."""
+    return {"validation_share": str(parameters.validation_share), **parameters.options}
+
+
+def handoff_facts(manifest: HandoffManifest, checkpoint: Checkpoint | None, options: dict[str, str]) -> dict[str, object]:
+    """What was handed off, and what came of it."""
+    facts: dict[str, object] = {
+        "dataset": manifest.dataset,
+        "store": manifest.store,
+        "hand-off": manifest.folder,
+        "samples": f"{manifest.samples:,} ({manifest.train_samples:,} to train on, {manifest.validation_samples:,} held out)",
+        "rows left out": len(manifest.exclusions),
+        "tokens": f"{manifest.tokens:,}, {manifest.supervised_tokens:,} supervised",
+        "states": gigabytes(manifest.bytes),
+        "command": shlex.join(job_command(trainer_named(manifest.trainer), manifest, options)),
+    }
+    if checkpoint is None:
+        return facts
+    metrics = {f"trained: {name}": f"{value:.4g}" for name, value in checkpoint.metrics.items()}
+    return facts | {"drafter": checkpoint.weights_file} | metrics

@@ -1,0 +1,36 @@
+"""Stage 2: lengths, which time and bytes follow from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+
+from data_contracts.lengths import LengthProfile
+from drafter_data.dataset import Dataset
+from drafter_data.lengths import profile_lengths
+from tasks.publishing import STAGE, gigabytes, publish_table, say
+
+
+@task(name="lengths", task_run_name="lengths of {dataset.name:.12}", **STAGE)
+def profile(dataset: Path, bytes_per_token: int) -> LengthProfile:
+    """Publishes quantiles by run and the bytes to come."""
+    found = profile_lengths(Dataset.open(dataset), bytes_per_token=bytes_per_token)
+    to_come = f"{gigabytes(found.state_bytes)} of states" if bytes_per_token else "bytes to come: known with the engine"
+    publish_table("lengths", f"Tokens a sample, by run; {to_come}", length_rows(found))
+    say(f"lengths: median {found.groups[0].quantiles_tokens['p50']:,}, p99 {found.groups[0].quantiles_tokens['p99']:,}; {to_come}")
+    return found
+
+
+def length_rows(found: LengthProfile) -> list[dict[str, object]]:
+    """One row a run, the whole dataset first."""
+    return [
+        {
+            "run": group.run,
+            "samples": group.samples,
+            "tokens": group.tokens,
+            "supervised": f"{group.supervised_tokens / max(group.tokens, 1):.1%}",
+            **group.quantiles_tokens,
+        }
+        for group in found.groups
+    ]
