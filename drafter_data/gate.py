@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from data_contracts.extraction import ChunkFailures, GateReport, SampleFailure
 from data_contracts.plan import Exclusion, Plan
 from drafter_data.dataset import Dataset
 from drafter_data.errors import GateClosed
 from drafter_data.extraction.chunk import failures_path
-from drafter_data.planning import PlannedSample, chunk_rows
+from drafter_data.planning import PlannedSample, chunk_rows, missing_samples
 from drafter_data.store.store import Store
 
 
 def judge(plan: Plan, store: Store, *, max_error_rate: float) -> GateReport:
     """Counts what the store lacks of the plan, each with the reason that its chunk wrote down, or `not-attempted`."""
     store.refresh()
-    failed_chunks = [found for chunk in plan.chunks if (found := _failed_of(plan, store, chunk.index)) is not None]
+    failed_chunks = [_failed_of(plan, store, int(index)) for index in np.unique(missing_samples(store, plan).chunk_n)]
     failed = sum(len(chunk.failures) for chunk in failed_chunks)
     planned = sum(chunk.samples for chunk in plan.chunks)
     rate = failed / planned if planned else 0.0
@@ -58,11 +60,9 @@ def exclusions(plan: Plan, report: GateReport, dataset: Dataset) -> tuple[Exclus
     return plan.excluded + failed
 
 
-def _failed_of(plan: Plan, store: Store, chunk_index: int) -> ChunkFailures | None:
+def _failed_of(plan: Plan, store: Store, chunk_index: int) -> ChunkFailures:
     chunk = plan.chunks[chunk_index]
     missing = [one for one in chunk_rows(store.root, plan.dataset_id, chunk_index) if one.state_key not in store]
-    if not missing:
-        return None
     written = _written(store.root, plan.dataset_id, chunk.key)
     known = {failure.state_key: failure for failure in written.failures} if written else {}
     why = written.stopped_by if written and written.stopped_by else "not-attempted"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_contracts.identity import chunk_key
+from data_contracts.identity import KEY_HEX_DIGITS, chunk_key
 from data_contracts.plan import PLAN_FILE, SAMPLE_COLUMNS, SAMPLES_FILE, Chunk, Exclusion, Plan
 from drafter_data.costs import CostModel, predicted_seconds
 from drafter_data.dataset import Dataset, arrow_schema
@@ -59,32 +59,43 @@ def plan_folder(store_root: Path, dataset_id: str) -> Path:
 def make_plan(dataset: Dataset, store: Store, costs: CostModel, *, chunk_samples: int, max_prompt_tokens: int) -> Plan:
     """The kept plan of `dataset` over `store`, or a new one of chunks of about `chunk_samples` and equal predicted cost.
 
-    Memory: four columns of the dataset (no ids, no masks). Raises InputError when a kept plan cannot be read.
+    Memory: about 28 bytes a row and what sorting them takes (no ids, no masks). Raises InputError when a kept plan cannot be read.
     """
     folder = plan_folder(store.root, dataset.record.dataset_id)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _planning_lock(folder):
-        columns = dataset.columns("sample_key", "state_key", "num_tokens", "num_supervised")
-        tokens_r = columns.column("num_tokens").to_numpy()
-        supervised_r = columns.column("num_supervised").to_numpy()
-        kept = load_plan(store.root, dataset.record.dataset_id) if (folder / PLAN_FILE).is_file() else None
-        table = _read_samples(folder) if kept is not None else SAMPLES_SCHEMA.empty_table()
-        rows, keys = _first_rows(columns, (tokens_r <= max_prompt_tokens) & (supervised_r > 0))
-        planned = set(table.column("state_key").to_pylist())
-        new = np.fromiter((key not in planned and key not in store for key in keys), dtype=bool, count=len(keys))
-        if kept is not None and not new.any() and kept.max_prompt_tokens == max_prompt_tokens:
-            return kept
-        first = len(kept.chunks) if kept is not None else 0
-        chunks, groups = _chunks_of(columns, tokens_r, rows[new], costs, chunk_samples, first)
-        plan = Plan(
-            dataset_id=dataset.record.dataset_id,
-            chunks=(*(_under_limit(kept, table, max_prompt_tokens) if kept is not None else ()), *chunks),
-            already_stored=kept.already_stored if kept is not None else len(keys) - int(new.sum()),
-            excluded=_exclusions(columns, tokens_r, supervised_r, max_prompt_tokens),
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        _write(folder, plan, table, first, groups)
-        return plan
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _planning_lock(folder):
+            return _made_or_kept(dataset, store, costs, folder, chunk_samples, max_prompt_tokens)
+    except OSError as error:
+        raise InputError(
+            f"cannot keep a plan in {folder}: {error.strerror}; make the store writable, with space for the plan",
+            reason="store-not-writable",
+        ) from error
+
+
+def _made_or_kept(
+    dataset: Dataset, store: Store, costs: CostModel, folder: Path, chunk_samples: int, max_prompt_tokens: int
+) -> Plan:
+    columns = _read_columns(dataset)
+    kept = load_plan(store.root, dataset.record.dataset_id) if (folder / PLAN_FILE).is_file() else None
+    planned = _read_planned(folder) if kept is not None else None
+    rows = columns.first_rows(max_prompt_tokens)
+    new_rows = rows if planned is None else rows[~np.isin(rows, planned.rows)]
+    new_rows = new_rows[np.fromiter((columns.key(row) not in store for row in new_rows), bool, len(new_rows))]
+    if kept is not None and not len(new_rows) and kept.max_prompt_tokens == max_prompt_tokens:
+        return kept
+    old_chunks = _under_limit(kept, planned, max_prompt_tokens) if kept is not None and planned is not None else ()
+    with _samples_file(folder, len(old_chunks), rewrite=kept is None or len(new_rows) > 0) as write:
+        chunks = _write_chunks(write, columns, new_rows, costs, chunk_samples, len(old_chunks))
+    plan = Plan(
+        dataset_id=dataset.record.dataset_id,
+        chunks=(*old_chunks, *chunks),
+        already_stored=kept.already_stored if kept is not None else len(rows) - len(new_rows),
+        excluded=_exclusions(dataset, columns, max_prompt_tokens),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    write_atomic(folder / PLAN_FILE, plan.model_dump_json(indent=1))
+    return plan
 
 
 def load_plan(store_root: Path, dataset_id: str) -> Plan:
@@ -118,6 +129,29 @@ def chunk_rows(store_root: Path, dataset_id: str, chunk_index: int) -> list[Plan
     return [sample for sample in samples if sample.num_tokens <= plan.max_prompt_tokens]
 
 
+@dataclass(frozen=True)
+class MissingSamples:
+    """What the store lacks of a plan: chunk index and tokens of each such sample."""
+
+    chunk_n: NDArray[np.int32]
+    tokens_n: NDArray[np.int32]
+
+
+def missing_samples(store: Store, plan: Plan) -> MissingSamples:
+    """Compares the whole plan with the store in one pass, a chunk at a time (the store as last refreshed)."""
+    chunks, tokens = list[NDArray[np.int32]](), list[NDArray[np.int32]]()
+    path = plan_folder(store.root, plan.dataset_id) / SAMPLES_FILE
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(65_536, columns=["chunk", "state_key", "num_tokens"]):
+            tokens_b = batch.column("num_tokens").to_numpy()
+            stored = [key in store for key in batch.column("state_key").to_pylist()]
+            lacking = ~np.array(stored, dtype=bool) & (tokens_b <= plan.max_prompt_tokens)
+            chunks.append(batch.column("chunk").to_numpy()[lacking])
+            tokens.append(tokens_b[lacking])
+    none = np.empty(0, dtype=np.int32)
+    return MissingSamples(np.concatenate([none, *chunks]), np.concatenate([none, *tokens]))
+
+
 def neighbours_differ(tokens_n: NDArray[Any]) -> Rows:
     """An order in which requests that are in flight together differ in length as far as possible.
 
@@ -137,58 +171,116 @@ def _stride(count: int) -> int:
     return int(strides[np.minimum(multiples, count - multiples).min(axis=1).argmax()])
 
 
-def _first_rows(columns: pa.Table, usable_r: NDArray[np.bool_]) -> tuple[Rows, list[str]]:
-    """The first usable row of each distinct state, in row order, and the state keys."""
-    usable = np.flatnonzero(usable_r)
-    encoded = columns.column("state_key").take(pa.array(usable)).combine_chunks().dictionary_encode()
-    _, first = np.unique(encoded.indices.to_numpy(), return_index=True)
-    return usable[first], encoded.dictionary.to_pylist()
+@dataclass(frozen=True)
+class _Columns:
+    """What planning needs of the dataset, 28 bytes a row: state keys [R, 20], tokens and supervised tokens [R]."""
+
+    keys_rk: NDArray[np.uint8]
+    tokens_r: NDArray[np.int32]
+    supervised_r: NDArray[np.int32]
+
+    def first_rows(self, max_prompt_tokens: int) -> Rows:
+        """The first usable row of each distinct state, ascending."""
+        usable = np.flatnonzero((self.tokens_r <= max_prompt_tokens) & (self.supervised_r > 0))
+        words_wr = self.keys_rk[usable].view(np.uint32).T
+        order = np.lexsort(words_wr)  # stable: equal keys stay in row order
+        same = np.ones(max(len(order) - 1, 0), dtype=bool)
+        for word_r in words_wr:
+            same &= word_r[order[1:]] == word_r[order[:-1]]
+        first = order[np.concatenate([[True], ~same])] if len(order) else order
+        return usable[np.sort(first)]
+
+    def key(self, row: int) -> str:
+        """The state key of a row."""
+        return self.keys_rk[row].tobytes().hex()
 
 
-def _exclusions(
-    columns: pa.Table, tokens_r: NDArray[Any], supervised_r: NDArray[Any], max_prompt_tokens: int
-) -> tuple[Exclusion, ...]:
+@dataclass(frozen=True)
+class _Planned:
+    """What a kept plan brings: chunk, dataset row and tokens of each sample. A state is always planned by its first usable row."""
+
+    chunks: NDArray[np.int32]
+    rows: Rows
+    tokens: NDArray[np.int32]
+
+
+def _read_columns(dataset: Dataset) -> _Columns:
+    """In batches, so that the file's pages are never in memory together."""
+    with pq.ParquetFile(dataset.rows_path) as file:
+        count = file.metadata.num_rows
+        keys_rk = np.empty((count, KEY_HEX_DIGITS // 2), dtype=np.uint8)
+        tokens_r, supervised_r = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+        start = 0
+        for batch in file.iter_batches(65_536, columns=["state_key", "num_tokens", "num_supervised"]):
+            end = start + batch.num_rows
+            keys = bytes.fromhex("".join(batch.column("state_key").to_pylist()))
+            keys_rk[start:end] = np.frombuffer(keys, dtype=np.uint8).reshape(batch.num_rows, -1)
+            tokens_r[start:end] = batch.column("num_tokens").to_numpy()
+            supervised_r[start:end] = batch.column("num_supervised").to_numpy()
+            start = end
+    return _Columns(keys_rk, tokens_r, supervised_r)
+
+
+def _read_planned(folder: Path) -> _Planned:
+    path = folder / SAMPLES_FILE
+    try:
+        table = pq.read_table(path, columns=["chunk", "row", "num_tokens"])
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}; remove the folder {folder} and plan again", reason="plan-invalid"
+        ) from error
+    return _Planned(*(table.column(name).to_numpy() for name in ("chunk", "row", "num_tokens")))
+
+
+def _exclusions(dataset: Dataset, columns: _Columns, max_prompt_tokens: int) -> tuple[Exclusion, ...]:
     """Rows that are known before sending not to make it."""
-    rows = np.flatnonzero((tokens_r > max_prompt_tokens) | (supervised_r == 0))
-    picked = columns.select(["sample_key", "state_key"]).take(pa.array(rows))
-    keys = zip(picked.column("sample_key").to_pylist(), picked.column("state_key").to_pylist(), strict=True)
+    rows = np.flatnonzero((columns.tokens_r > max_prompt_tokens) | (columns.supervised_r == 0))
+    if not len(rows):
+        return ()
+    sample_keys = dataset.columns("sample_key").column("sample_key").take(pa.array(rows)).to_pylist()
     found: list[Exclusion] = []
-    for row, (sample, state) in zip(rows, keys, strict=True):
-        over = tokens_r[row] > max_prompt_tokens
-        detail = f"{tokens_r[row]} tokens, the engine takes {max_prompt_tokens}" if over else f"{tokens_r[row]} tokens"
-        reason = "over-long" if over else "no-supervised-token"
-        found.append(Exclusion(sample_key=sample, state_key=state, kind="excluded", reason=reason, detail=detail))
+    for row, sample_key in zip(rows, sample_keys, strict=True):
+        tokens = int(columns.tokens_r[row])
+        over = tokens > max_prompt_tokens
+        found.append(
+            Exclusion(
+                sample_key=sample_key,
+                state_key=columns.key(row),
+                kind="excluded",
+                reason="over-long" if over else "no-supervised-token",
+                detail=f"{tokens} tokens, the engine takes {max_prompt_tokens}" if over else f"{tokens} tokens",
+            )
+        )
     return tuple(found)
 
 
-def _chunks_of(
-    columns: pa.Table, tokens_r: NDArray[Any], rows: Rows, costs: CostModel, chunk_samples: int, first: int
-) -> tuple[list[Chunk], list[pa.Table]]:
-    """Chunks over the given rows, numbered from `first`, and the table of each."""
-    keys = columns.column("state_key").take(pa.array(rows)).to_pylist()
-    tokens_n = tokens_r[rows]
-    cost_n = predicted_seconds(costs.fit(), tokens_n)
+def _write_chunks(
+    write: Callable[[pa.Table], None], columns: _Columns, rows: Rows, costs: CostModel, chunk_samples: int, first: int
+) -> list[Chunk]:
+    """Cuts the given rows into chunks, numbered from `first`, and writes the table of each."""
+    cost_n = predicted_seconds(costs.fit(), columns.tokens_r[rows])
     chunks: list[Chunk] = []
-    groups: list[pa.Table] = []
     for index, (start, end) in enumerate(_cut(cost_n, chunk_samples), start=first):
-        order = start + neighbours_differ(tokens_n[start:end])
+        ordered = rows[start:end][neighbours_differ(columns.tokens_r[rows[start:end]])]
+        state_keys = [columns.key(row) for row in ordered]
+        tokens_n = columns.tokens_r[ordered]
         chunks.append(
             Chunk(
                 index=index,
-                key=chunk_key(keys[start:end]),
+                key=chunk_key(state_keys),
                 samples=end - start,
-                tokens=int(tokens_n[start:end].sum()),
+                tokens=int(tokens_n.sum(dtype=np.int64)),
                 predicted_seconds=float(cost_n[start:end].sum()),
             )
         )
         values = {
             "chunk": np.full(end - start, index, dtype=np.int32),
-            "row": rows[order],
-            "state_key": [keys[k] for k in order],
-            "num_tokens": tokens_n[order].astype(np.int32),
+            "row": ordered,
+            "state_key": state_keys,
+            "num_tokens": tokens_n,
         }
-        groups.append(pa.table(values, schema=SAMPLES_SCHEMA))
-    return chunks, groups
+        write(pa.table(values, schema=SAMPLES_SCHEMA))
+    return chunks
 
 
 def _cut(cost_n: NDArray[np.float64], chunk_samples: int) -> list[tuple[int, int]]:
@@ -203,39 +295,35 @@ def _cut(cost_n: NDArray[np.float64], chunk_samples: int) -> list[tuple[int, int
     return [(int(a), int(b)) for a, b in pairwise(bounds)]
 
 
-def _under_limit(kept: Plan, table: pa.Table, max_prompt_tokens: int) -> tuple[Chunk, ...]:
+def _under_limit(kept: Plan, planned: _Planned, max_prompt_tokens: int) -> tuple[Chunk, ...]:
     """The kept chunks with their counts under another limit; index, key and predicted seconds stay."""
     if max_prompt_tokens == kept.max_prompt_tokens:
         return kept.chunks
-    chunk_n, tokens_n = table.column("chunk").to_numpy(), table.column("num_tokens").to_numpy().astype(np.int64)
-    fits_n = tokens_n <= max_prompt_tokens
-    samples = np.bincount(chunk_n[fits_n], minlength=len(kept.chunks))
-    tokens = np.bincount(chunk_n[fits_n], weights=tokens_n[fits_n], minlength=len(kept.chunks))
+    fits = planned.tokens <= max_prompt_tokens
+    samples = np.bincount(planned.chunks[fits], minlength=len(kept.chunks))
+    tokens = np.bincount(planned.chunks[fits], weights=planned.tokens[fits], minlength=len(kept.chunks))
     return tuple(
         chunk.model_copy(update={"samples": int(samples[chunk.index]), "tokens": int(tokens[chunk.index])}) for chunk in kept.chunks
     )
 
 
-def _read_samples(folder: Path) -> pa.Table:
+@contextmanager
+def _samples_file(folder: Path, kept_chunks: int, *, rewrite: bool) -> Generator[Callable[[pa.Table], None]]:
+    """Copies the kept chunks and yields what writes a further one. plan.json comes later: the old one can use the new file too."""
+
+    def write_group(table: pa.Table) -> None:
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+
     path = folder / SAMPLES_FILE
-    try:
-        return pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}; remove the folder {folder} and plan again", reason="plan-invalid"
-        ) from error
-
-
-def _write(folder: Path, plan: Plan, kept: pa.Table, kept_chunks: int, groups: list[pa.Table]) -> None:
-    """The samples first (a longer table serves the old plan.json as well), the plan last."""
-    if groups or not kept_chunks:
-        with atomic_path(folder / SAMPLES_FILE) as temporary, pq.ParquetWriter(temporary, SAMPLES_SCHEMA) as writer:
-            bounds = np.searchsorted(kept.column("chunk").to_numpy(), np.arange(kept_chunks + 1))
-            for start, end in pairwise(bounds):
-                writer.write_table(kept.slice(start, end - start), row_group_size=max(1, int(end - start)))
-            for group in groups:
-                writer.write_table(group, row_group_size=group.num_rows)
-    write_atomic(folder / PLAN_FILE, plan.model_dump_json(indent=1))
+    if not rewrite:
+        yield write_group
+        return
+    with atomic_path(path) as temporary, pq.ParquetWriter(temporary, SAMPLES_SCHEMA) as writer:
+        if kept_chunks:
+            with pq.ParquetFile(path) as old:
+                for chunk in range(kept_chunks):
+                    write_group(old.read_row_group(chunk))
+        yield write_group
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from data_contracts.extraction import GateReport
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.plan import Plan
@@ -17,7 +19,7 @@ from drafter_data.extraction.chunk import extract_chunk
 from drafter_data.extraction.progress import Reporter, Snapshot
 from drafter_data.extraction.session import ExtractionSession, SessionSettings, shared_session
 from drafter_data.gate import judge
-from drafter_data.planning import chunk_rows, make_plan
+from drafter_data.planning import make_plan, missing_samples
 from drafter_data.preflight import run_preflight
 from drafter_data.store.store import Store
 
@@ -82,11 +84,7 @@ def plan_over(dataset: Dataset, store_root: Path, extraction: ExtractionParamete
 def pending_chunks(plan: Plan, store: Store) -> list[int]:
     """Indices of the chunks of which the store lacks a state."""
     store.refresh()
-    return [
-        chunk.index
-        for chunk in plan.chunks
-        if any(one.state_key not in store for one in chunk_rows(store.root, plan.dataset_id, chunk.index))
-    ]
+    return [int(index) for index in np.unique(missing_samples(store, plan).chunk_n)]
 
 
 def _extract_all(session: ExtractionSession, chunks: list[int]) -> None:

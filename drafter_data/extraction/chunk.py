@@ -109,7 +109,7 @@ class _ChunkRun:
             return 0
         receipt, extracted = outcome
         self._retried += receipt.attempts > 1
-        session.succeeded(receipt.state_key, receipt.tokens, extracted.reply.seconds, extracted.in_flight)
+        session.succeeded(receipt.tokens, extracted.reply.seconds, extracted.in_flight)
         return receipt.bytes
 
     def _works(self, planned: Iterable[PlannedSample]) -> list[SampleWork]:

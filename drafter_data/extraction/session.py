@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data_contracts.forecast import Forecast
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.plan import Plan
@@ -21,13 +23,14 @@ from drafter_data.errors import StoreFull
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.sample import SampleExtractor, SampleLimits
 from drafter_data.extraction.window import Window
-from drafter_data.planning import chunk_rows, load_plan
+from drafter_data.planning import MissingSamples, load_plan, missing_samples
 from drafter_data.safetensors_file import NUMPY_DTYPES
 from drafter_data.store.store import Store
 
 DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
-COMMIT_THREADS = 4
+COMMIT_THREADS = 16
+"""Commits beside the requests: file systems merge the fsyncs of many threads into few journal commits."""
 
 
 @dataclass(frozen=True)
@@ -76,35 +79,27 @@ class ExtractionSession:
                 state_bytes_per_token=self.bytes_per_token,
             ),
         )
-        self.progress = self._progress()
         self._in_a_row = 0
         self._lock = threading.Lock()
-        self._remaining = self._remaining_lengths()
+        missing = missing_samples(self.store, self.plan)
+        self._missing_by_length = np.bincount(missing.tokens_n, minlength=1)
+        self.progress = self._progress(missing)
 
-    def _remaining_lengths(self) -> dict[str, int]:
-        return {
-            planned.state_key: planned.num_tokens
-            for chunk in self.plan.chunks
-            for planned in chunk_rows(self.settings.store, self.plan.dataset_id, chunk.index)
-            if planned.state_key not in self.store
-        }
-
-    def _progress(self) -> Progress:
+    def _progress(self, missing: MissingSamples) -> Progress:
         total, tokens = sum(chunk.samples for chunk in self.plan.chunks), sum(chunk.tokens for chunk in self.plan.chunks)
-        remaining = self._remaining_lengths()
         return Progress(
             total=total,
             total_tokens=tokens,
             bytes_per_token=self.bytes_per_token,
-            done=total - len(remaining),
-            done_tokens=tokens - sum(remaining.values()),
+            done=total - len(missing.tokens_n),
+            done_tokens=tokens - int(missing.tokens_n.sum()),
         )
 
-    def succeeded(self, state_key: str, tokens: int, seconds: float, in_flight: int) -> None:
+    def succeeded(self, tokens: int, seconds: float, in_flight: int) -> None:
         """Counts a committed sample, for progress and for the cost model."""
         with self._lock:
             self._in_a_row = 0
-            self._remaining.pop(state_key, None)
+            self._missing_by_length[tokens] -= 1
         self.progress.sample_done(tokens, seconds)
         self.costs.observe(tokens, seconds, in_flight)
 
@@ -128,7 +123,8 @@ class ExtractionSession:
     def forecast(self) -> Forecast:
         """Time and bytes of what is left of the plan."""
         with self._lock:
-            remaining = list(self._remaining.values())
+            counts = np.maximum(self._missing_by_length, 0)  # another host may have brought some of ours
+        remaining = np.repeat(np.arange(len(counts)), counts)
         return self.costs.forecast(remaining, in_flight=self.window.limit, bytes_per_token=self.bytes_per_token)
 
     def snapshot(self) -> Snapshot:

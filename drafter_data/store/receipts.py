@@ -19,6 +19,7 @@ from data_contracts.receipt import DroppedReceipt, Receipt
 _KEY_FIELD = b'"state_key":"'
 _DROPPED = b'{"dropped":"'
 _OFFSET_BITS = 40
+MOST_OPEN_FILES = 32
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class ReceiptLog:
         self._dropped: set[int] = set()
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
+        self._unsynced: dict[int, Path] = {}
+        self._written = self._synced = 0
 
     def refresh(self) -> None:
         """Takes in what this and other writers have appended since the last look."""
@@ -158,16 +162,38 @@ class ReceiptLog:
                     position += len(line)
 
     def _append(self, prefix: str, record: str) -> None:
-        line = record.encode() + b"\n"
+        """Writes a line and returns once it is on disk. Threads that wait for the disk together share one fsync a file."""
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
-            descriptor = self._handles.get(path.name)
-            if descriptor is None:
-                descriptor = self._handles[path.name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                _fsync_folder_of(path)
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-            self._read_new(path)
+            descriptor = self._handle(path)
+            os.write(descriptor, record.encode() + b"\n")
+            self._written += 1
+            mine = self._written
+            self._unsynced[descriptor] = path
+        with self._sync_lock:
+            if self._synced >= mine:
+                return
+            with self._lock:
+                upto, batch = self._written, dict(self._unsynced)
+                self._unsynced.clear()
+            for unsynced in batch:
+                os.fsync(unsynced)
+            with self._lock:
+                for written in batch.values():
+                    self._read_new(written)
+            self._synced = upto
+
+    def _handle(self, path: Path) -> int:
+        """The descriptor of one of our files (under the lock); the oldest is closed when there are many."""
+        descriptor = self._handles.pop(path.name, None)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _fsync_folder_of(path)
+        self._handles[path.name] = descriptor
+        for name in list(self._handles)[:-MOST_OPEN_FILES]:
+            if self._handles[name] not in self._unsynced and not self._sync_lock.locked():
+                os.close(self._handles.pop(name))
+        return descriptor
 
     def close(self) -> None:
         """Closes the writer's files."""
