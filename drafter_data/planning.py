@@ -81,7 +81,7 @@ def _made_or_kept(
     planned = _read_planned(folder) if kept is not None else None
     rows = columns.first_rows(max_prompt_tokens)
     new_rows = rows if planned is None else rows[~np.isin(rows, planned.rows)]
-    new_rows = new_rows[np.fromiter((columns.key(row) not in store for row in new_rows), bool, len(new_rows))]
+    new_rows = new_rows[np.fromiter((columns.key(int(row)) not in store for row in new_rows), bool, len(new_rows))]
     if kept is not None and not len(new_rows) and kept.max_prompt_tokens == max_prompt_tokens:
         return kept
     old_chunks = _under_limit(kept, planned, max_prompt_tokens) if kept is not None and planned is not None else ()
@@ -245,7 +245,7 @@ def _exclusions(dataset: Dataset, columns: _Columns, max_prompt_tokens: int) -> 
         found.append(
             Exclusion(
                 sample_key=sample_key,
-                state_key=columns.key(row),
+                state_key=columns.key(int(row)),
                 kind="excluded",
                 reason="over-long" if over else "no-supervised-token",
                 detail=f"{tokens} tokens, the engine takes {max_prompt_tokens}" if over else f"{tokens} tokens",
@@ -262,7 +262,7 @@ def _write_chunks(
     chunks: list[Chunk] = []
     for index, (start, end) in enumerate(_cut(cost_n, chunk_samples), start=first):
         ordered = rows[start:end][neighbours_differ(columns.tokens_r[rows[start:end]])]
-        state_keys = [columns.key(row) for row in ordered]
+        state_keys = [columns.key(int(row)) for row in ordered]
         tokens_n = columns.tokens_r[ordered]
         chunks.append(
             Chunk(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from data_contracts.plan import PLAN_FILE, SAMPLES_FILE
+from data_contracts.plan import PLAN_FILE
 from data_contracts.status import ChunkStatus, LeaseStatus, PlanStatus, StoreStatus
 from drafter_data.costs import CostModel, latest_costs
-from drafter_data.planning import load_plan, plan_folder
+from drafter_data.planning import load_plan, missing_samples
 from drafter_data.safetensors_file import NUMPY_DTYPES
 from drafter_data.store.store import Store
 
@@ -38,38 +36,33 @@ def store_status(store: Store) -> StoreStatus:
 
 
 def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], costs: CostModel | None) -> PlanStatus:
-    """How far each chunk is, and the forecast of what is missing (reads one row group at a time)."""
+    """How far each chunk is, and the forecast of what is missing (in one pass over the plan)."""
     plan = load_plan(store.root, dataset_id)
+    missing = missing_samples(store, plan)
+    missing_c = np.bincount(missing.chunk_n, minlength=len(plan.chunks))
+    tokens_c = np.bincount(missing.chunk_n, weights=missing.tokens_n, minlength=len(plan.chunks))
     chunks: list[ChunkStatus] = []
-    missing: list[np.ndarray] = []
-    with pq.ParquetFile(_samples_path(store.root, dataset_id)) as file:
-        for chunk in plan.chunks:
-            table = file.read_row_group(chunk.index, columns=["state_key", "num_tokens"])
-            tokens_n = table.column("num_tokens").to_numpy()
-            fits_n = tokens_n <= plan.max_prompt_tokens
-            absent_n = np.array([key not in store for key in table.column("state_key").to_pylist()], dtype=bool) & fits_n
-            missing.append(tokens_n[absent_n])
-            held = leases.get(chunk.key)
-            chunks.append(
-                ChunkStatus(
-                    index=chunk.index,
-                    key=chunk.key,
-                    samples=int(fits_n.sum()),
-                    done=int(fits_n.sum() - absent_n.sum()),
-                    missing_tokens=int(tokens_n[absent_n].sum()),
-                    holder=held.holder if held is not None and held.live else "",
-                )
+    for chunk in plan.chunks:
+        held = leases.get(chunk.key)
+        chunks.append(
+            ChunkStatus(
+                index=chunk.index,
+                key=chunk.key,
+                samples=chunk.samples,
+                done=chunk.samples - int(missing_c[chunk.index]),
+                missing_tokens=int(tokens_c[chunk.index]),
+                holder=held.holder if held is not None and held.live else "",
             )
-    remaining_n = np.concatenate(missing) if missing else np.zeros(0, dtype=np.int32)
+        )
     samples = sum(chunk.samples for chunk in chunks)
     return PlanStatus(
         dataset_id=dataset_id,
         samples=samples,
-        done=samples - len(remaining_n),
-        missing=len(remaining_n),
+        done=samples - len(missing.tokens_n),
+        missing=len(missing.tokens_n),
         excluded=len(plan.excluded),
         chunks=tuple(chunks),
-        forecast=costs.forecast(remaining_n, in_flight=costs.usual_in_flight, bytes_per_token=bytes_per_token(store))
+        forecast=costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=bytes_per_token(store))
         if costs is not None
         else None,
     )
@@ -79,7 +72,3 @@ def bytes_per_token(store: Store) -> int:
     """Bytes of a stored token: its states and its id."""
     identity = store.identity
     return len(identity.layers) * identity.hidden_size * np.dtype(NUMPY_DTYPES[identity.dtype]).itemsize + 8
-
-
-def _samples_path(root: Path, dataset_id: str) -> Path:
-    return plan_folder(root, dataset_id) / SAMPLES_FILE
