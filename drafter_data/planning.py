@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -237,9 +237,8 @@ def _exclusions(dataset: Dataset, columns: _Columns, max_prompt_tokens: int) -> 
     rows = np.flatnonzero((columns.tokens_r > max_prompt_tokens) | (columns.supervised_r == 0))
     if not len(rows):
         return ()
-    sample_keys = dataset.columns("sample_key").column("sample_key").take(pa.array(rows)).to_pylist()
     found: list[Exclusion] = []
-    for row, sample_key in zip(rows, sample_keys, strict=True):
+    for row, sample_key in zip(rows, _sample_keys(dataset, rows), strict=True):
         tokens = int(columns.tokens_r[row])
         over = tokens > max_prompt_tokens
         found.append(
@@ -252,6 +251,16 @@ def _exclusions(dataset: Dataset, columns: _Columns, max_prompt_tokens: int) -> 
             )
         )
     return tuple(found)
+
+
+def _sample_keys(dataset: Dataset, rows: Rows) -> Iterator[str]:
+    """The sample keys of some rows (ascending), in batches."""
+    start = 0
+    with pq.ParquetFile(dataset.rows_path) as file:
+        for batch in file.iter_batches(65_536, columns=["sample_key"]):
+            first, last = np.searchsorted(rows, [start, start + batch.num_rows])
+            yield from batch.column("sample_key").take(pa.array(rows[first:last] - start)).to_pylist()
+            start += batch.num_rows
 
 
 def _write_chunks(
