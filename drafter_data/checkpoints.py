@@ -150,9 +150,13 @@ class Checkpoint:
         """Input embeddings [V, H]."""
         return self.tensor(*_EMBEDDING_NAMES)
 
+    def final_norm_weight(self) -> NDArray[np.float32]:
+        """The stored weight [H] of the final norm."""
+        return self.tensor(*_NORM_NAMES)
+
     def final_norm(self) -> RmsNorm:
         """The model's own final norm."""
-        weight_h = self.tensor(*_NORM_NAMES)
+        weight_h = self.final_norm_weight()
         one_plus = str(self.text_config.get("model_type", "")) in _NORM_ONE_PLUS_WEIGHT
         return RmsNorm(1 + weight_h if one_plus else weight_h, self.rms_norm_eps)
 

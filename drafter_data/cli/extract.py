@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from data_contracts.extraction import GateReport
 from data_contracts.parameters import ExtractionParameters
 from drafter_data.cli.engine_options import EngineOptions
 from drafter_data.cli.output import print_json, print_table
+from drafter_data.cli.progress_bar import TerminalProgress
 from drafter_data.extraction.campaign import run_campaign
-from drafter_data.extraction.progress import Snapshot
 from drafter_data.gate import require_open
 
 
@@ -48,7 +47,10 @@ def extract(
         Print the gate's report as one JSON document.
     """
     extraction = ExtractionParameters(in_flight=in_flight, chunk_samples=chunk_samples, max_error_rate=max_error_rate)
-    report = run_campaign(dataset, store, engine.parameters(), extraction, keep_free_bytes=int(keep_free_gb * 1e9), report=_say)
+    with TerminalProgress() as progress:
+        report = run_campaign(
+            dataset, store, engine.parameters(), extraction, keep_free_bytes=int(keep_free_gb * 1e9), report=progress.show
+        )
     if json:
         print_json(report)
     else:
@@ -73,7 +75,3 @@ def print_gate(report: GateReport) -> None:
                 for failure in chunk.failures[:20]
             ],
         )
-
-
-def _say(snapshot: Snapshot) -> None:
-    print(snapshot.line(), file=sys.stderr, flush=True)  # noqa: T201 - progress for people, standard output stays for the result
