@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 from drafter_data.errors import UsageError
@@ -19,6 +20,7 @@ class TokenizeOptions:
     `supervise_reasoning` and `supervise_tool_calls` say whether those parts of an answer count in the loss mask (their ids
     stay in either case); `last_turn_only` supervises the last answer alone. `special_text` says what happens to a row whose
     text spells a control token that the tokenizer would read as one: `drop` it, or `keep` it as an engine would read it.
+    `template_time` is what a template that writes the date is told; None is the time of the merge.
     """
 
     tokenizer: str = "builtin"
@@ -27,6 +29,7 @@ class TokenizeOptions:
     supervise_tool_calls: bool = True
     last_turn_only: bool = False
     special_text: Literal["drop", "keep"] = "drop"
+    template_time: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

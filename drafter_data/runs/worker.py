@@ -78,6 +78,8 @@ class Worker:
             if source_id is not None:
                 source_id.encode()
         except (UnicodeEncodeError, InputError) as error:
+            if isinstance(error, InputError) and error.reason != reasons.NOT_UNICODE:
+                raise
             raise RowDropped(reasons.NOT_UNICODE, str(error)) from error
         self._spill.add(unit.index, record.line, source_id, *self._fitted(ids_s, mask_s))
 
