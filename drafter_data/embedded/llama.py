@@ -103,7 +103,7 @@ class Llama:
             raise ValueError(f"{length} tokens on top of {cache.length} do not fit a cache of {cache.capacity}")
         if int(token_ids_s.min()) < 0 or int(token_ids_s.max()) >= self.config.vocab_size:
             raise ValueError(f"token ids outside 0..{self.config.vocab_size - 1}")
-        rope = self._rope(cache.length, length)
+        rope = self.rope(np.arange(cache.length, cache.length + length))
         hidden_sh = self.embeddings_vh[token_ids_s]
         states_slh = np.empty((length, len(layers), self.config.hidden_size), np.float32)
         for depth in range(self.config.num_layers + 1):
@@ -111,7 +111,7 @@ class Llama:
                 states_slh[:, column] = hidden_sh
             if depth < self.config.num_layers:
                 self._attend(hidden_sh, self.layers[depth], rope, depth, cache)
-                self._feed_forward(hidden_sh, self.layers[depth])
+                self.feed_forward(hidden_sh, self.layers[depth])
         cache.length += length
         return states_slh
 
@@ -119,17 +119,19 @@ class Llama:
         """Logits [S, V] of PRE-norm final states [S, H]."""
         return self.final_norm(final_sh) @ self.lm_head_t
 
-    def _rope(self, start: int, length: int) -> tuple[Array, Array]:
-        if start + length > len(self._cos):
-            self._cos, self._sin = _rope_tables(self.config.inverse_frequencies, 2 * (start + length))
-        return self._cos[start : start + length, None], self._sin[start : start + length, None]
+    def rope(self, positions_s: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Cosines and sines [S, 1, D/2] of the rotation at these positions."""
+        end = int(positions_s.max()) + 1
+        if end > len(self._cos):
+            self._cos, self._sin = _rope_tables(self.config.inverse_frequencies, 2 * end)
+        return self._cos[positions_s, None], self._sin[positions_s, None]
 
     def _attend(self, hidden_sh: Array, layer: LayerWeights, rope: tuple[Array, Array], depth: int, cache: KeyValueCache) -> None:
         """Adds attention's output to the residual stream, in place."""
         config, length, past = self.config, len(hidden_sh), cache.length
         heads, kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv_snd = (self._normed(hidden_sh) @ layer.qkv_t).reshape(length, heads + 2 * kv, dim)
-        rotated_snd = _rotate(qkv_snd[:, : heads + kv], *rope)
+        qkv_snd = (self.normed(hidden_sh) @ layer.qkv_t).reshape(length, heads + 2 * kv, dim)
+        rotated_snd = rotate(qkv_snd[:, : heads + kv], *rope)
         total = past + length
         cache.keys[depth][:, past:total] = rotated_snd[:, heads:].transpose(1, 0, 2)
         cache.values[depth][:, past:total, :dim] = qkv_snd[:, heads + kv :].transpose(1, 0, 2)
@@ -137,11 +139,11 @@ class Llama:
         mixed_snd = attention(queries_kgsd, cache.keys[depth][:, :total], cache.values[depth][:, :total])
         hidden_sh += mixed_snd.reshape(length, heads * dim) @ layer.out_t
 
-    def _feed_forward(self, hidden_sh: Array, layer: LayerWeights) -> None:
+    def feed_forward(self, hidden_sh: Array, layer: LayerWeights) -> None:
         """Adds the MLP's output to the residual stream, in place, in blocks of rows so that [S, I] never exists whole."""
         for start in range(0, len(hidden_sh), _MLP_ROWS):
             block_sh = hidden_sh[start : start + _MLP_ROWS]
-            normed_sh = self._normed(block_sh)
+            normed_sh = self.normed(block_sh)
             gate_si = normed_sh @ layer.gate_t
             up_si = normed_sh @ layer.up_t
             up_si *= gate_si
@@ -152,7 +154,7 @@ class Llama:
             up_si /= gate_si
             block_sh += up_si @ layer.down_t
 
-    def _normed(self, hidden_sh: Array) -> Array:
+    def normed(self, hidden_sh: Array) -> Array:
         """RMS norm without its weight, which is folded into the projection that follows."""
         mean_square_s = np.einsum("sh,sh->s", hidden_sh, hidden_sh) / np.float32(self.config.hidden_size)
         return hidden_sh * (1 / np.sqrt(mean_square_s + np.float32(self.config.rms_norm_eps)))[:, None]
@@ -198,7 +200,7 @@ def _largest_norm(vectors: Array) -> float:
     return float(np.sqrt(np.einsum("...d,...d->...", vectors, vectors).max()))
 
 
-def _rotate(heads_snd: Array, cos_s1d: Array, sin_s1d: Array) -> Array:
+def rotate(heads_snd: Array, cos_s1d: Array, sin_s1d: Array) -> Array:
     """RoPE: the first and second half of a head are the two coordinates of each rotation."""
     half = heads_snd.shape[-1] // 2
     first, second = heads_snd[..., :half], heads_snd[..., half:]
