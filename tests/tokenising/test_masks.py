@@ -17,14 +17,17 @@ from drafter_data.runs import reasons
 from drafter_data.runs.conversations import read_conversation
 from drafter_data.runs.options import TokenizeOptions
 from drafter_data.runs.reasons import RowDropped
-from drafter_data.tokenising.builtin import FOLDER
+from drafter_data.tokenising.builtin import FOLDER, SPECIAL_TOKENS
 from drafter_data.tokenising.chat import ChatTokenizer, load_chat_tokenizer
 from tests.tokenising.styles import STYLES, Messages, write_tokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\té漢😀"), min_size=1, max_size=30)
+SPECIALS = {*SPECIAL_TOKENS, *(name for style in STYLES.values() for name in style.specials)}
+WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\té漢😀"), min_size=1, max_size=30).filter(
+    lambda text: not any(name in text for name in SPECIALS)
+)
 TALKS = st.tuples(st.booleans(), st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), WORDS)
 
 
