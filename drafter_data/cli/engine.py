@@ -43,6 +43,8 @@ def embedded(
     num_layers: AtLeastOne = 32,
     dtype: Literal["bf16", "fp32"] = "bf16",
     context_length: AtLeastOne = 131_072,
+    fault: tuple[str, ...] = (),
+    faults: Path | None = None,
     print_: Annotated[bool, Parameter(name="--print", negative="")] = False,
     json: bool = False,
 ) -> None:
@@ -91,6 +93,10 @@ def embedded(
         With --timed: dtype of the dumps.
     context_length
         With --timed: longest context.
+    fault
+        A fault for tests, `NAME` or `NAME:rate`, for example `nan:0.02`; may be given several times.
+    faults
+        A JSON script of faults for tests, read again whenever it changes.
     print_
         Print the command and its environment instead of running it.
     json
@@ -116,6 +122,8 @@ def embedded(
         num_layers=num_layers,
         dtype=dtype,
         context_length=context_length,
+        fault=fault,
+        faults=faults,
     )
     argv = settings_command(settings)
     if json:

@@ -9,7 +9,7 @@ Tensor legend: S rows, L stored layers, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,13 @@ class LlamaBackend:
     def is_end(self, token: int) -> bool:
         """Whether the model's configuration names the token as its end of text."""
         return token in self._model.config.eos_ids
+
+    def states(self, token_ids_s: NDArray[np.int64], layers: tuple[int, ...], *, normed: bool = False) -> NDArray[Any]:
+        """States [S, L, H] of any prompt in storage form; `normed`: the last column behind the final norm."""
+        states_slh = self._model.forward(token_ids_s, layers)
+        if normed:
+            states_slh[:, -1] = self._model.final_norm(states_slh[:, -1])
+        return to_storage(states_slh, self.dtype)
 
     def _rows(self, token_ids_s: NDArray[np.int64], states_slh: Array) -> ArrayRows:
         if self._final_norm == "post":

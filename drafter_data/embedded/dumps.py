@@ -98,7 +98,7 @@ class LabelledWriter:
         return ""
 
     def _header(self, piece: PassPiece) -> bytes:
-        form, rows = self._form, piece.end - piece.start
+        form, rows = self._form, len(piece.rows.token_ids_s)
         metadata = {
             "rid": piece.request.rid,
             "start": str(piece.start),
@@ -128,12 +128,16 @@ class UnlabelledWriter:
         taken = [int(path.name[4:]) for path in folder.glob("req_*") if path.name[4:].isdigit()]
         return max(taken, default=-1) + 1
 
+    def take_number(self) -> str:
+        """The name of the next dump."""
+        self._counter += 1
+        return f"req_{self._counter - 1:08d}"
+
     def write(self, pieces: Sequence[PassPiece], *, extend: bool) -> None:
         """Writes one file a layer with the rows of all requests one after another, then `meta.json`."""
         del extend
-        form, rows = self._form, sum(piece.end - piece.start for piece in pieces)
-        folder = form.folder / f"req_{self._counter:08d}"
-        self._counter += 1
+        form, rows = self._form, sum(len(piece.rows.token_ids_s) for piece in pieces)
+        folder = form.folder / self.take_number()
         size = rows * form.hidden_size * _ITEM_BYTES[form.dtype]
         header = header_bytes({"hidden_states": _entry(form.dtype, [rows, form.hidden_size], 0, size)})
         try:

@@ -52,9 +52,13 @@ def parse(arguments: Sequence[str]) -> ServerSettings:
     for name in ("hidden-size", "num-layers", "context-length"):
         add(f"--{name}", type=int)
     add("--dtype", choices=("bf16", "fp32"))
+    add("--fault", help="comma-separated NAME[:rate] of embedded/faults.py")
+    add("--faults", type=Path, help="a script of faults, read again when it changes")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     if "layers" in given:
         given["layers"] = parse_layers(given["layers"])
+    if "fault" in given:
+        given["fault"] = tuple(given["fault"].split(","))
     return ServerSettings(**given)
 
 

@@ -1,7 +1,7 @@
 """The embedded engine's HTTP side: HTTP/1.1 with keep-alive on 127.0.0.1, in the form of SGLang's native API.
 
-Faults for tests belong between the parts that `EmbeddedServer` puts together: a `DumpWriter` around the writer for faults of dumps,
-`EmbeddedServer.generate` for faults of replies.
+Faults (`faults.py`) sit between the parts that `EmbeddedServer` puts together: a `DumpWriter` around the writer for faults of
+dumps, `EmbeddedServer.generate` for faults of replies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import numpy as np
 from data_contracts.dump import DUMP_VERSION
 from data_contracts.identity import state_key_of_bytes
 from drafter_data.embedded.backend import Backend, LlamaBackend
-from drafter_data.embedded.dumps import DumpFormat, LabelledWriter, UnlabelledWriter, prepare_folder
+from drafter_data.embedded.dumps import DumpFormat, DumpWriter, LabelledWriter, UnlabelledWriter, prepare_folder
+from drafter_data.embedded.fault_writer import FaultyWriter
+from drafter_data.embedded.faults import Faults
 from drafter_data.embedded.llama import Llama
 from drafter_data.embedded.request import BadRequest, GenerateRequest, parse_generate
 from drafter_data.embedded.scheduler import Scheduler
@@ -49,7 +51,11 @@ class EmbeddedServer:
         form = DumpFormat(
             settings.dump_folder, self.backend.layers, self.backend.hidden_size, self.backend.dtype, settings.final_norm
         )
-        writer = LabelledWriter(form) if settings.dumps == "labelled" else UnlabelledWriter(form)
+        plain = LabelledWriter(form) if settings.dumps == "labelled" else UnlabelledWriter(form)
+        writer: DumpWriter = plain
+        self.faults = Faults(settings.fault, settings.faults) if settings.fault or settings.faults else None
+        if self.faults:
+            writer = FaultyWriter(plain, form, self.backend, self.faults)
         self.scheduler = Scheduler(self.backend, writer, settings)
         self._log = settings.request_log.open("a", buffering=1) if settings.request_log else None
         self._log_lock = threading.Lock()
@@ -88,6 +94,10 @@ class EmbeddedServer:
             max_input_tokens=self.max_input_tokens,
             context_length=self.backend.context_length,
         )
+        if self.faults:
+            self.faults.before(request, connection)
+            if foreign := self.faults.foreign(request):
+                self.scheduler.submit(foreign)
         self.scheduler.submit(request)
         self._record(request)
         while not request.done.wait(_CLIENT_POLL_SECONDS):
@@ -256,10 +266,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _ok(self, body: bytes) -> None:
         del body
+        if self._unwell():
+            return
         self._send(HTTPStatus.OK, {"status": "ready"})
+
+    def _unwell(self) -> bool:
+        """Answers 503 while the fault `health-503` is on."""
+        unwell = self.server.engine.faults is not None and self.server.engine.faults.now("health-503")
+        if unwell:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "fault: health-503"})
+        return unwell
 
     def _health(self, body: bytes) -> None:
         del body
+        if self._unwell():
+            return
         healthy = self.server.engine.health()
         self._send(HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE, {"status": "ok" if healthy else "failed"})
 
@@ -278,7 +299,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif request.error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": {"message": request.error}})
         else:
-            self._send(HTTPStatus.OK, request.reply())
+            faults = self.server.engine.faults
+            self._send(HTTPStatus.OK, faults.reply(request) if faults else request.reply())
 
     def _send(self, status: int, payload: dict[str, Any]) -> None:
         data = json.dumps(payload).encode()

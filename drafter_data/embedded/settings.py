@@ -42,6 +42,8 @@ class ServerSettings:
     num_layers: int = 32
     dtype: Literal["bf16", "fp32"] = "bf16"
     context_length: int = 131_072
+    fault: tuple[str, ...] = ()
+    faults: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for settings that cannot be served."""
