@@ -110,33 +110,46 @@ class DumpFolder:
 
     def lock(self, name: str, holder: str) -> None:
         """Holds `name` in the folder until close. Raises LeaseHeld, with the holder named, when another process has it."""
-        descriptor = os.open(plain_name(name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            found = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise LeaseHeld(
-                f"dump folder {self.path} is in use by {found}; unlabelled dumps have one owner: wait, or stop that run",
-                reason="dump-folder-held",
-            ) from error
+        while True:
+            descriptor = os.open(
+                plain_name(name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                found = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                raise LeaseHeld(
+                    f"dump folder {self.path} is in use by {found}; unlabelled dumps have one owner: wait, or stop that run",
+                    reason="dump-folder-held",
+                ) from error
+            if self._is_named(name, descriptor):
+                break
+            os.close(descriptor)  # a sweep took it for a dead run's between our open and our lock
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
         self._locks.append(descriptor)
 
-    def is_locked(self, name: str) -> bool:
-        """Whether a living process holds `name`."""
+    def _is_named(self, name: str, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(name, dir_fd=self.descriptor, follow_symlinks=False), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def remove_dead_lock(self, name: str) -> bool:
+        """Removes a lock file whose holder is gone; False when a living process holds it."""
         try:
             descriptor = os.open(plain_name(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor)
         except OSError:
-            return False
+            return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.remove(name)  # under the lock: whoever opened it meanwhile sees that it has no name any more
         except BlockingIOError:
-            return True
+            return False
         finally:
             os.close(descriptor)
-        return False
+        return True
 
     def free_bytes(self) -> int:
         """Bytes that can still be written there."""

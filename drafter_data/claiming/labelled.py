@@ -158,21 +158,14 @@ class LabelledClaims:
                 self._folder.remove(name)
 
     def sweep(self) -> int:
-        """Removes the dumps of runs whose process is gone; returns how many. Foreign and unreadable files stay."""
-        removed, living = 0, dict[str, bool]()
-        for name in self._folder.names():
-            run = self._run_of(name)
-            if run is None or run == self._run:
-                continue
-            if run not in living:
-                living[run] = self._folder.is_locked(_run_lock(run))
-            if not living[run]:
-                self._folder.remove(name)
-                removed += 1
-        for run, lives in living.items():
-            if not lives:
-                self._folder.remove(_run_lock(run))
-        return removed
+        """Removes the dumps and locks of runs whose process is gone; returns how many dumps. Foreign and unreadable files stay."""
+        names = self._folder.names()
+        of_run = {name: run for name in names if (run := self._run_of(name) or _run_of_lock(name)) not in (None, self._run)}
+        dead = {run for run in set(of_run.values()) if run and self._folder.remove_dead_lock(_run_lock(run))}
+        left = [name for name, run in of_run.items() if run in dead and _run_of_lock(name) is None]
+        for name in left:
+            self._folder.remove(name)
+        return len(left)
 
     def _run_of(self, name: str) -> str | None:
         """The run that a dump's own label names."""
@@ -203,6 +196,11 @@ def run_of(request_id: str) -> str | None:
 
 def _run_lock(run: str) -> str:
     return f".dd-run-{run}.lock"
+
+
+def _run_of_lock(name: str) -> str | None:
+    match = re.fullmatch(r"\.dd-run-([0-9a-f]{8})\.lock", name)
+    return match[1] if match else None
 
 
 def _check_acknowledgement(reply: PrefillReply, label: str) -> None:
