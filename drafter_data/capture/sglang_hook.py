@@ -15,6 +15,7 @@ final norm with (hidden, residual) and returns (normed, residual), the second be
 Tensor legend: T rows of a pass (all its requests, one after another), S rows of one request, L stored layers, H hidden size.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -22,6 +23,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +43,7 @@ SELF_CHECK_ROWS = 256
 WAIT_SECONDS = 60.0
 PINNED_BUFFERS = 3
 WRITER_THREADS = 4
+LEFT_OVER_SECONDS = 10.0
 REMEMBERED_ERRORS = 4096
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -98,6 +101,7 @@ class Capture:
         if not Path(self.folder).is_absolute():
             raise ValueError(f"drafter-data: dump_folder must be absolute, found {self.folder!r}")
         Path(self.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep_temporaries(self.folder)
         self.metadata = {
             "layers": ",".join(map(str, self.layers)),
             "final_norm": "pre" if self.pre_norm else "post",
@@ -378,6 +382,18 @@ class _Countdown:
 def name_of(rid, start, end):
     """File name of the rows `start..end` of a request. The id is hashed: it never becomes part of a path."""
     return f"{FILE_PREFIX}{hashlib.blake2b(rid.encode(), digest_size=20).hexdigest()}-{start:08d}-{end:08d}.safetensors"
+
+
+def _sweep_temporaries(folder):
+    """Removes what a server that was killed in the middle of a file left: our temporary names, their process gone."""
+    for entry in os.scandir(folder):
+        parts = entry.name.rsplit(".", 2)
+        if not entry.name.startswith(TEMPORARY_PREFIX + FILE_PREFIX) or len(parts) != 3 or not parts[1].isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            old = time.time() - entry.stat(follow_symlinks=False).st_mtime > LEFT_OVER_SECONDS
+            if old and not Path(f"/proc/{parts[1]}").exists():
+                Path(entry.path).unlink()
 
 
 def header_of(states_slh, metadata):

@@ -18,6 +18,8 @@ from drafter_data.embedded.launch import SINGLE_THREADED, settings_command
 from drafter_data.embedded.settings import ServerSettings, parse_layers
 
 app = App(name="engine", help="Start an inference server that dumps hidden states.")
+app.command("drafter_data.cli.engine_servers:sglang", name="sglang")
+app.command("drafter_data.cli.engine_servers:vllm", name="vllm")
 AtLeastOne = Annotated[int, Parameter(validator=Number(gte=1))]
 
 

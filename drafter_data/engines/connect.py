@@ -28,7 +28,7 @@ def connect(settings: EngineParameters, *, request_timeout_seconds: float) -> En
     if settings.url is None:
         raise PreflightRefused("no engine URL: name one, or let the flow start the embedded engine", reason="engine-not-there")
     if settings.kind == "vllm":
-        from drafter_data.engines.vllm import connect_vllm
+        from drafter_data.engines.connect_vllm import connect_vllm
 
         return connect_vllm(settings, request_timeout_seconds=request_timeout_seconds)
     client = SGLangClient(settings.url, timeout_seconds=request_timeout_seconds, top_logprobs=TOP_LOGPROBS)

@@ -37,6 +37,17 @@ class LaunchCommand:
             found["PYTHONPATH"] = os.pathsep.join([*self.search, *filter(None, [found.get("PYTHONPATH")])])
         return found
 
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "argv": list(self.argv),
+            "env": self.env,
+            "pythonpath_prefix": list(self.search),
+            "layers": list(self.layers),
+            "bytes_per_token": self.bytes_per_token,
+            **self.facts,
+        }
+
     def shell(self) -> str:
         """The command for a POSIX shell, one option a line."""
         lines = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import requests
@@ -31,13 +32,12 @@ class EngineUnreachable(EngineLost):
     reason = "engine-unreachable"
 
 
-class SGLangClient:
-    """One base URL; a connection a thread, kept alive."""
+class JsonClient:
+    """One base URL that speaks JSON; a connection a thread, kept alive."""
 
-    def __init__(self, url: str, *, timeout_seconds: float, top_logprobs: int) -> None:
+    def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url.rstrip("/")
         self._timeout = (5.0, timeout_seconds)
-        self._top_logprobs = top_logprobs
         self._local = threading.local()
 
     def _session(self) -> requests.Session:
@@ -46,6 +46,49 @@ class SGLangClient:
             session = self._local.session = requests.Session()
             session.trust_env = False  # a proxy between us and a loopback engine would only be a mistake
         return session
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        label: str,
+        *,
+        timeout_seconds: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One request; the answer's JSON object. Raises EngineUnreachable, EngineBusy or RequestRefused."""
+        timeout = self._timeout if timeout_seconds is None else (self._timeout[0], timeout_seconds)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            with self._session().request(
+                method, self.url + path, data=body, timeout=timeout, stream=True, headers=sent
+            ) as response:
+                text = _bounded(response)
+                status = response.status_code
+        except requests.RequestException as error:
+            raise EngineUnreachable(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
+        if status in TRANSIENT_STATUSES:
+            raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
+        if status >= 400:
+            raise RequestRefused(f"{label}: {self.url} answered {status}: {_message(text)}")
+        if path == "/flush_cache":
+            return {}
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise EngineBusy(f"{label}: {self.url} answered no JSON: {_message(text)}", reason="bad-reply") from error
+        if not isinstance(found, dict):
+            raise EngineBusy(f"{label}: {self.url} answered {type(found).__name__}, expected an object", reason="bad-reply")
+        return found
+
+
+class SGLangClient(JsonClient):
+    """SGLang's API."""
+
+    def __init__(self, url: str, *, timeout_seconds: float, top_logprobs: int) -> None:
+        super().__init__(url, timeout_seconds=timeout_seconds)
+        self._top_logprobs = top_logprobs
 
     def generate(self, request: PrefillRequest) -> PrefillReply:
         """Prefills one prompt. Raises RequestRefused (4xx), EngineBusy (5xx) or EngineUnreachable."""
@@ -96,30 +139,6 @@ class SGLangClient:
     def flush_cache(self) -> None:
         """Empties the prefix cache."""
         self._json("POST", "/flush_cache", b"", "/flush_cache")
-
-    def _json(self, method: str, path: str, body: bytes | None, label: str, timeout_seconds: float | None = None) -> dict[str, Any]:
-        timeout = self._timeout if timeout_seconds is None else (self._timeout[0], timeout_seconds)
-        try:
-            with self._session().request(
-                method, self.url + path, data=body, timeout=timeout, stream=True, headers={"Content-Type": "application/json"}
-            ) as response:
-                text = _bounded(response)
-                status = response.status_code
-        except requests.RequestException as error:
-            raise EngineUnreachable(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
-        if status in TRANSIENT_STATUSES:
-            raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
-        if status >= 400:
-            raise RequestRefused(f"{label}: {self.url} answered {status}: {_message(text)}")
-        if path == "/flush_cache":
-            return {}
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise EngineBusy(f"{label}: {self.url} answered no JSON: {_message(text)}", reason="bad-reply") from error
-        if not isinstance(found, dict):
-            raise EngineBusy(f"{label}: {self.url} answered {type(found).__name__}, expected an object", reason="bad-reply")
-        return found
 
 
 def _bounded(response: requests.Response) -> bytes:
