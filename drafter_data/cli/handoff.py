@@ -42,7 +42,7 @@ def handoff(
 ) -> int:
     """Write a trainer's view of a dataset and a store, and start its job or print the command. What can be linked is not copied.
 
-    Example: `drafter-data handoff .demo/dataset .demo/store --trainer ridge --model .demo/model --out handoff --launch`
+    Example: `drafter-data handoff .demo/dataset .demo/store --trainer ridge --out handoff --launch`
 
     Exit code 1 when the job failed or a check found something.
 
@@ -55,7 +55,7 @@ def handoff(
     trainer
         ridge, speculators or specforge.
     model
-        Checkpoint folder of the verifier that the states were extracted with.
+        Checkpoint folder of the verifier that the states were extracted with. Default: the one that the store recorded.
     out
         Folder to make. One that holds this very hand-off is left as it is.
     option
@@ -72,12 +72,12 @@ def handoff(
     """
     if check is not None:
         return _check(check, json)
-    if dataset is None or store is None or model is None or out is None:
-        raise UsageError("expected DATASET STORE --model DIR --out DIR, or --check DIR; see --help")
+    if dataset is None or store is None or out is None:
+        raise UsageError("expected DATASET STORE --out DIR, or --check DIR; see --help")
     chosen, options = trainer_named(trainer), option or {}
     opened = Store.open(store)
     try:
-        manifest = hand_off(chosen, Dataset.open(dataset), opened, out, model=model, options=options)
+        manifest = hand_off(chosen, Dataset.open(dataset), opened, out, model=model or _recorded_model(opened), options=options)
     finally:
         opened.close()
     if print_command:
@@ -90,6 +90,13 @@ def handoff(
         record = manifest.model_dump(mode="json") | {"checkpoint": checkpoint.model_dump(mode="json") if checkpoint else None}
         sys.stdout.write(json_module.dumps(record, indent=2) + "\n")
     return 0
+
+
+def _recorded_model(store: Store) -> Path:
+    provenances = store.provenances()
+    if not provenances:
+        raise UsageError(f"store {store.root} has recorded no model: name the verifier's checkpoint folder with --model")
+    return Path(provenances[-1].model)
 
 
 def _launch(trainer: Trainer, manifest: HandoffManifest, options: dict[str, str], *, quiet: bool) -> Checkpoint:
