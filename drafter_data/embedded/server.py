@@ -231,6 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         """What the base class refuses (a malformed request line, an unknown method), in JSON like everything else."""
         del explain
         self.close_connection = True
+        self.request_version = self.protocol_version  # a garbled line counts as HTTP/0.9, whose answers have no status line
         self._send(code, {"error": {"message": message or HTTPStatus(code).phrase}})
 
     def _answer(self, method: str) -> None:
