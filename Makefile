@@ -26,6 +26,15 @@ $(VENV)/.test: requirements/test.lock pyproject.toml
 setup: $(VENV)/.base ## install the project and its locked dependencies into .venv
 setup-test: $(VENV)/.test ## the same with what the tests need
 
+demo: setup ## the main job from sample runs to a trained drafter, through a real Prefect server and worker; leaves .demo/
+	@$(BIN)/python -m flows.local demo
+
+up: setup ## Prefect server, worker and deployments for work in the UI (PORT=4200, data under .run/)
+	@$(BIN)/python -m flows.local up --port $(PORT)
+
+down: ## stop what `make up` started
+	@$(BIN)/python -m flows.local down
+
 lint: setup-test ## ruff and pyright (strict)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

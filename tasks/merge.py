@@ -10,6 +10,7 @@ from prefect.runtime import task_run
 from data_contracts.dataset import DatasetRecord
 from data_contracts.parameters import InputParameters
 from drafter_data.embedded.checkpoint import ensure_checkpoint
+from drafter_data.embedded.sample_process import make_sample_runs as sample_runs_of
 from drafter_data.workspace import Workspace
 from tasks.publishing import STAGE, publish_table, say
 
@@ -17,11 +18,9 @@ from tasks.publishing import STAGE, publish_table, say
 @task(name="sample runs", task_run_name="sample runs: {samples} samples, seed {seed}", **STAGE)
 def make_sample_runs(workspace: Workspace, samples: int, seed: int) -> list[str]:
     """Two generated runs, where the user names none. Made once for each number and seed."""
-    from drafter_data.embedded.sample_runs import write_sample_runs
-
     out = workspace.sample_runs_folder(samples, seed)
     model = ensure_checkpoint(workspace.engine_folder / "model")
-    return [str(path) for path in write_sample_runs(out, samples=samples, seed=seed, model=model)]
+    return sample_runs_of(out, samples=samples, seed=seed, model=model)
 
 
 def names_of_runs() -> str:
