@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from cyclopts.validators import Number
 
 from drafter_data.cli.engine import cached_model
 from drafter_data.embedded.checkpoint import ensure_checkpoint
+from drafter_data.embedded.sample_process import make_sample_runs
 from drafter_data.embedded.sample_runs import write_sample_runs
 
 
@@ -40,8 +42,12 @@ def sample_runs(
     json
         Print the paths as JSON.
     """
-    paths = write_sample_runs(out, samples=samples, seed=seed, model=model or ensure_checkpoint(cached_model()))
+    folder = model or ensure_checkpoint(cached_model())
+    # NumPy's BLAS takes its number of threads from the environment when it is first imported, which was before this.
+    single_threaded = os.environ.get("OPENBLAS_NUM_THREADS") == "1"
+    make = write_sample_runs if single_threaded else make_sample_runs
+    paths = [str(path) for path in make(out, samples=samples, seed=seed, model=folder)]
     if json:
-        sys.stdout.write(json_format.dumps({"runs": [str(path) for path in paths]}, indent=2) + "\n")
+        sys.stdout.write(json_format.dumps({"runs": paths}, indent=2) + "\n")
     else:
         sys.stdout.write("".join(f"{path}\n" for path in paths))

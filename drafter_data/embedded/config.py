@@ -22,6 +22,7 @@ class LlamaConfig:
 
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -54,6 +55,7 @@ class LlamaConfig:
             return cls(
                 vocab_size=checkpoint.vocab_size,
                 hidden_size=checkpoint.hidden_size,
+                intermediate_size=int(config["intermediate_size"]),
                 num_layers=checkpoint.num_layers,
                 num_heads=heads,
                 num_kv_heads=int(config.get("num_key_value_heads") or heads),
@@ -64,8 +66,10 @@ class LlamaConfig:
                 dtype=_DTYPES[str(config.get("dtype") or config.get("torch_dtype") or "float32")],
                 eos_ids=_ids(config.get("eos_token_id")),
             )
-        except KeyError as error:
-            raise _unsupported(checkpoint, f"no usable {error}", "a Hugging Face Llama configuration") from error
+        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise _unsupported(
+                checkpoint, f"{type(error).__name__} {error}", "a complete Hugging Face Llama configuration"
+            ) from error
 
 
 def _ids(found: object) -> tuple[int, ...]:

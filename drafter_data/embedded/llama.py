@@ -61,7 +61,8 @@ class Llama:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config = LlamaConfig.of(checkpoint)
         tensors = _load_all(checkpoint)
-        self.embeddings_vh = _take(checkpoint, tensors, "model.embed_tokens.weight")
+        vocabulary = (self.config.vocab_size, self.config.hidden_size)
+        self.embeddings_vh = _take(checkpoint, tensors, "model.embed_tokens.weight", vocabulary)
         self.final_norm: RmsNorm = checkpoint.final_norm()
         self.lm_head_t = np.ascontiguousarray(checkpoint.lm_head_vh().T)
         self.layers = [self._layer(checkpoint, tensors, index) for index in range(self.config.num_layers)]
@@ -73,18 +74,22 @@ class Llama:
         return cls(Checkpoint.open(folder))
 
     def _layer(self, checkpoint: Checkpoint, tensors: dict[str, Array], index: int) -> LayerWeights:
-        def weight(name: str) -> Array:
-            return _take(checkpoint, tensors, f"model.layers.{index}.{name}.weight")
+        def weight(name: str, *shape: int) -> Array:
+            return _take(checkpoint, tensors, f"model.layers.{index}.{name}.weight", shape)
 
-        scale = np.float32(self.config.head_dim**-0.5)
-        before_attention, before_mlp = weight("input_layernorm"), weight("post_attention_layernorm")
-        query, key, value = (weight(f"self_attn.{name}_proj") for name in "qkv")
+        config = self.config
+        hidden, width = config.hidden_size, config.intermediate_size
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        scale = np.float32(config.head_dim**-0.5)
+        before_attention, before_mlp = weight("input_layernorm", hidden), weight("post_attention_layernorm", hidden)
+        query = weight("self_attn.q_proj", query_width, hidden)
+        key, value = (weight(f"self_attn.{name}_proj", kv_width, hidden) for name in "kv")
         return LayerWeights(
             qkv_t=np.ascontiguousarray((np.concatenate([query * scale, key, value]) * before_attention).T),
-            out_t=np.ascontiguousarray(weight("self_attn.o_proj").T),
-            gate_t=np.ascontiguousarray((weight("mlp.gate_proj") * before_mlp).T),
-            up_t=np.ascontiguousarray((weight("mlp.up_proj") * before_mlp).T),
-            down_t=np.ascontiguousarray(weight("mlp.down_proj").T),
+            out_t=np.ascontiguousarray(weight("self_attn.o_proj", hidden, query_width).T),
+            gate_t=np.ascontiguousarray((weight("mlp.gate_proj", width, hidden) * before_mlp).T),
+            up_t=np.ascontiguousarray((weight("mlp.up_proj", width, hidden) * before_mlp).T),
+            down_t=np.ascontiguousarray(weight("mlp.down_proj", hidden, width).T),
         )
 
     def cache(self, capacity: int) -> KeyValueCache:
@@ -230,9 +235,15 @@ def _load_all(checkpoint: Checkpoint) -> dict[str, Array]:
     return tensors
 
 
-def _take(checkpoint: Checkpoint, tensors: dict[str, Array], name: str) -> Array:
+def _take(checkpoint: Checkpoint, tensors: dict[str, Array], name: str, shape: tuple[int, ...]) -> Array:
     if name not in tensors:
         raise InputError(
             f"{checkpoint.folder}: no {name} in its weights; expected a Llama checkpoint", reason="model-tensor-missing"
+        )
+    if tensors[name].shape != shape:
+        raise InputError(
+            f"{checkpoint.folder}: {name} is of shape {tensors[name].shape}, expected {shape} by its config.json; "
+            "restore the checkpoint",
+            reason="model-config-invalid",
         )
     return tensors[name]

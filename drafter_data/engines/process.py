@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+from urllib.parse import urlsplit
 
 import requests
 
@@ -62,6 +64,7 @@ class EngineProcess:
         """Starts the server and waits until it is ready. Raises EngineLost; nothing is left running then."""
         if self.alive():
             raise RuntimeError("the engine runs already")
+        self._check_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._log_start = output.tell()
@@ -108,6 +111,15 @@ class EngineProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def _check_port(self) -> None:
+        """Another server on the port would answer in this one's name until this one has found that it cannot have it."""
+        address = urlsplit(self._ready_url)
+        with suppress(OSError), socket.create_connection((address.hostname or "127.0.0.1", address.port or 80), timeout=2):
+            raise EngineLost(
+                f"port {address.port} is taken by another server; stop that one, name another port, or give its URL instead",
+                reason="port-taken",
+            )
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_seconds

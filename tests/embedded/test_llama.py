@@ -99,6 +99,10 @@ def test_forward_other_small_llama_of_half_weights_agrees_with_transformers(tmp_
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"num_attention_heads": "four"}, "four"),
+        ({"num_key_value_heads": 4}, "shape"),
+        ({"intermediate_size": 100}, "shape"),
+        ({"dtype": "float64"}, "float64"),
     ],
 )
 def test_load_what_is_not_computed_is_refused(checkpoint: Path, tmp_path: Path, change: dict[str, Any], found: str) -> None:

@@ -94,6 +94,15 @@ def test_process_exit_before_ready_raises_with_log_tail(tmp_path: Path) -> None:
     assert not engine.alive()
 
 
+def test_process_port_of_another_server_is_not_taken_for_ready(tmp_path: Path) -> None:
+    with server(tmp_path) as first:
+        second = EngineProcess(["sleep", "60"], log=tmp_path / "log2", ready_url=first._ready_url, ready_timeout_seconds=5)
+        with pytest.raises(EngineLost, match="is taken") as caught:
+            second.start()
+        assert caught.value.reason == "port-taken"
+        assert first.alive()
+
+
 def test_process_missing_program_raises_engine_lost(tmp_path: Path) -> None:
     engine = EngineProcess(
         ["/no/such/engine"], env=None, log=tmp_path / "log", ready_url="http://127.0.0.1:9/", ready_timeout_seconds=20
