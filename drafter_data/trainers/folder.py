@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping
@@ -52,22 +53,11 @@ def building(out: Path) -> Generator[Path]:
         raise
 
 
-def write_handoff(
-    out: Path, manifest: HandoffManifest, table: bytes, command: list[str], fill: Callable[[Path], None]
-) -> HandoffManifest:
-    """Builds the folder `out`: the table, what `fill` writes, and last the manifest with the checksums of all of it.
-
-    Returns the manifest that is there when `out` holds this very hand-off already.
-    """
-    existing = _same_handoff(out, manifest)
-    if existing is not None:
-        return existing
-    with building(out) as temporary:
-        write_atomic(temporary / FILES_FILE, table)
-        fill(temporary)
-        checksums = _checksums_of_others(temporary)
-        complete = manifest.model_copy(update={"other_files": checksums, "command": tuple(command)})
-        write_atomic(temporary / MANIFEST_FILE, complete.model_dump_json(indent=2))
+def seal(folder: Path, manifest: HandoffManifest, command: list[str]) -> HandoffManifest:
+    """Writes the manifest into a folder that is else complete, with the checksums of all that the table does not list."""
+    checksums = _checksums_of_others(folder)
+    complete = manifest.model_copy(update={"other_files": checksums, "command": tuple(command)})
+    write_atomic(folder / MANIFEST_FILE, complete.model_dump_json(indent=2))
     return complete
 
 
@@ -95,6 +85,15 @@ def files_table(rows: list[HandoffRow], file_of: Callable[[int], str]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def request_of(trainer: str, dataset: Dataset, store: Store, selection: Selection, model: Path, options: Mapping[str, str]) -> str:
+    """xxh3-128 hex over all that a hand-off is made from: equal requests give equal views."""
+    digest = xxhash.xxh3_128(files_table(selection.rows, str))
+    rest = [trainer, dataset.record.dataset_id, store.identity.model_dump_json(), str(model.absolute())]
+    exclusions = [exclusion.model_dump_json(exclude={"detail"}) for exclusion in selection.exclusions]
+    digest.update(json.dumps([*rest, sorted(options.items()), exclusions]).encode())
+    return digest.hexdigest()
+
+
 def make_manifest(
     trainer: str,
     folder: Path,
@@ -102,6 +101,7 @@ def make_manifest(
     store: Store,
     selection: Selection,
     *,
+    request: str,
     model: Path,
     table: bytes,
     options: Mapping[str, str],
@@ -114,6 +114,7 @@ def make_manifest(
         dataset=str(dataset.folder.absolute()),
         dataset_id=dataset.record.dataset_id,
         store=str(store.root.absolute()),
+        request=request,
         identity=store.identity,
         provenance=store.provenances(),
         model=str(model.absolute()),
@@ -132,9 +133,9 @@ def make_manifest(
 
 
 def _checksums_of_others(folder: Path) -> dict[str, str]:
-    """xxh3-128 hex of every file that is neither a state nor the table, by its path in the folder."""
+    """xxh3-128 hex of every file that is neither a state nor the table nor a link (to the verifier), by its path in the folder."""
     listed = {FILES_FILE, *read_files_table(folder).column("file").to_pylist()}
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {name: xxh3_of(folder / name) for name in names if name not in listed}
 
 
@@ -157,12 +158,12 @@ def read_files_table(folder: Path) -> pa.Table:
     return pq.read_table(folder / FILES_FILE, schema=arrow_schema(FILE_COLUMNS))
 
 
-def _same_handoff(out: Path, manifest: HandoffManifest) -> HandoffManifest | None:
+def same_handoff(out: Path, request: str) -> HandoffManifest | None:
+    """The manifest at `out` when that folder is a finished hand-off of this very request, else None."""
     if not (out / MANIFEST_FILE).is_file():
         return None
     found = read_manifest(out)
-    ignored = {"command": (), "other_files": {}, "provenance": (), "code_version": ""}
-    return found if found.model_copy(update=ignored) == manifest.model_copy(update=ignored) else None
+    return found if found.request == request else None
 
 
 def check_folder(folder: Path, *, sizes_only: bool = False) -> list[Finding]:

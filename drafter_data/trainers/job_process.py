@@ -34,7 +34,7 @@ class JobProcess:
             self._process = subprocess.Popen(
                 [*own, *argv],
                 # Rich folds lines at 80 columns when it writes to a file: a metrics line would come in pieces.
-                env={**os.environ, "COLUMNS": "4096", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "COLUMNS": "1000", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -66,7 +66,7 @@ class JobProcess:
         if last and self._partial:
             whole.append(self._partial)
             self._partial = b""
-        return [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+        return [line.rstrip().rpartition(b"\r")[2].decode(errors="replace") for line in whole]
 
     def end(self, grace_seconds: float = STOP_SECONDS) -> int:
         """Ends what is left of the group, SIGTERM first, and returns the job's exit status, negative for a signal."""

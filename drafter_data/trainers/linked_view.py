@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from data_contracts.handoff import HandoffManifest, SpaceNeed
+from data_contracts.handoff import FILES_FILE, HandoffManifest, SpaceNeed
 from data_contracts.plan import Exclusion
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.dataset import Dataset
 from drafter_data.errors import IdentityMismatch
+from drafter_data.files import write_atomic
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import write_arrow_dataset
-from drafter_data.trainers.folder import files_table, link_state, make_manifest, write_handoff
+from drafter_data.trainers.folder import building, files_table, link_state, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.options import fraction, is_true, whole_number
 from drafter_data.trainers.selection import Selection, Verifier, select_rows
 from drafter_data.trainers.vocabulary import count_supervised, write_vocabulary
@@ -80,19 +81,22 @@ def write_linked_view(
     """
     checkpoint = model_of_store(model, store)
     selection = select_for(dataset, store, checkpoint, exclusions, options)
+    request = request_of(trainer, dataset, store, selection, model, options)
+    existing = same_handoff(out, request)
+    if existing is not None:
+        return existing
     table = files_table(selection.rows, state_file)
-    manifest = make_manifest(trainer, out, dataset, store, selection, model=model, table=table, options=options)
-
-    def fill(folder: Path) -> None:
+    manifest = make_manifest(trainer, out, dataset, store, selection, request=request, model=model, table=table, options=options)
+    with building(out) as folder:
+        write_atomic(folder / FILES_FILE, table)
         groups = [[row.row for row in part] for part in (selection.train, selection.validation)]
-        write_arrow_dataset(folder / DATA_FOLDER, dataset, groups, manifest.files_xxh3[:16])
+        write_arrow_dataset(folder / DATA_FOLDER, dataset, groups, request[:16])
         (folder / STATES_FOLDER).mkdir()
         for n, row in enumerate(selection.rows):
             link_state(store.path_of(row.state_key), folder / state_file(n), row.bytes)
         counts_v = count_supervised(dataset, selection.train, checkpoint.vocab_size)
         write_vocabulary(folder / VOCABULARY_FOLDER, counts_v, whole_number(options, "draft_vocab_size"))
-
-    return write_handoff(out, manifest, table, command(manifest), fill)
+        return seal(folder, manifest, command(manifest))
 
 
 def state_file(row: int) -> str:

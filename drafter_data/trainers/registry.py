@@ -7,9 +7,14 @@ from collections.abc import Callable
 from drafter_data.errors import UsageError
 from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.ridge import RidgeTrainer
+from drafter_data.trainers.specforge import SpecForgeTrainer
 from drafter_data.trainers.speculators import SpeculatorsTrainer
 
-TRAINERS: dict[str, Callable[[], Trainer]] = {"ridge": RidgeTrainer, "speculators": SpeculatorsTrainer}
+TRAINERS: dict[str, Callable[[], Trainer]] = {
+    "ridge": RidgeTrainer,
+    "specforge": SpecForgeTrainer,
+    "speculators": SpeculatorsTrainer,
+}
 
 
 def trainer_named(name: str) -> Trainer:

@@ -107,12 +107,12 @@ def select_rows(
         try:
             receipt = checks.check(sample)
         except (DrafterDataError, OSError) as error:
-            excluded.append(_exclusion(sample.sample_key, sample.state_key, error))
+            excluded.append(exclusion_of(sample.sample_key, sample.state_key, error))
         else:
             rows.append(_row(sample, receipt, validation_share))
     out_of_order = checks.signatures.out_of_order()
     excluded += [
-        _exclusion(row.sample_key, row.state_key, SampleError(out_of_order[row.sample_key], reason="layer-order"))
+        exclusion_of(row.sample_key, row.state_key, SampleError(out_of_order[row.sample_key], reason="layer-order"))
         for row in rows
         if row.sample_key in out_of_order
     ]
@@ -151,7 +151,7 @@ class _Checks:
         with TensorFile.open(path) as file:
             self._check_content(file, sample, label)
             if self.read_whole or status.st_mtime > receipt.committed_at:
-                _check_whole(file, path, receipt, label)
+                check_whole(file, path, receipt, label)
         return receipt
 
     def _check_content(self, file: TensorFile, sample: Sample, label: str) -> None:
@@ -172,7 +172,7 @@ class _Checks:
         self.signatures.add(sample.sample_key, tail_rlh)
 
 
-def _check_whole(file: TensorFile, path: Path, receipt: Receipt, label: str) -> None:
+def check_whole(file: TensorFile, path: Path, receipt: Receipt, label: str) -> None:
     """One pass: content checks of the states, and the checksum of the whole file, in which they come last."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as handle:
@@ -238,7 +238,8 @@ def _hold_out_at_least_one(rows: list[HandoffRow]) -> list[HandoffRow]:
     return [replace(row, split=other) if row.state_key == moving else row for row in rows]
 
 
-def _exclusion(sample_key: str, state_key: str, error: Exception) -> Exclusion:
+def exclusion_of(sample_key: str, state_key: str, error: Exception) -> Exclusion:
+    """The entry in the manifest for a row that failed a check."""
     reason = error.reason if isinstance(error, DrafterDataError) else "state-unreadable"
     label = f"sample {sample_key[:12]}"
     detail = str(error) if str(error).startswith(label) else f"{label}: {error}"
