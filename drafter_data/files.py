@@ -5,16 +5,21 @@ Order: temporary name in the target folder, write, fsync, rename, fsync of the f
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 TEMPORARY_PREFIX = ".tmp-"
 BLOCK_BYTES = 1 << 22
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 def temporary_name(final: str) -> str:
@@ -69,3 +74,24 @@ def xxh3_of(path: Path) -> str:
         while block := handle.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def start_writeback(descriptor: int, start: int, size: int) -> None:
+    """Lets the disk begin with these bytes now, so that the fsync that follows has less to wait for. A hint: it proves nothing.
+
+    Linux's sync_file_range(2), which Python does not wrap; nothing elsewhere.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        call(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        call.restype = ctypes.c_int
+    return call

@@ -5,6 +5,7 @@ Tensor legend: S tokens, L stored layers, H hidden size; rows are [L*H] a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ _BITS: dict[str, tuple[Any, Any, int]] = {
 """Unsigned and signed integer of a value's width, and its exponent bits: all of them set is inf or NaN (IEEE 754)."""
 
 
-def hash_and_check(states_slh: NDArray[Any], dtype: str, digest: xxhash.xxh3_128, label: str) -> None:
-    """Feeds the states to `digest` and checks them in the same pass (6 GB/s a core from memory).
+def hash_and_check(
+    states_slh: NDArray[Any], dtype: str, digest: xxhash.xxh3_128, label: str, sink: Callable[[memoryview], None] | None = None
+) -> None:
+    """Feeds the states to `digest` and checks them in the same pass (6 GB/s a core from memory). Each block that passed goes on to
+    `sink`, if there is one, while it is in the cache.
 
     Raises DumpRejected: `not-finite` (a value whose exponent bits are all set is inf or NaN), `zero-rows` (a layer of a token that
     is zero throughout).
@@ -41,6 +45,8 @@ def hash_and_check(states_slh: NDArray[Any], dtype: str, digest: xxhash.xxh3_128
             raise DumpRejected(
                 f"{label}: token {row // layers}, stored layer {row % layers}: {what}; the sample is extracted again", reason=reason
             )
+        if sink is not None:
+            sink(block_rh.data.cast("B"))
 
 
 def _first_bad_row(block_rh: NDArray[Any], dtype: str) -> tuple[int, str, str] | None:

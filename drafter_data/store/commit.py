@@ -6,6 +6,8 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from drafter_data.engines.base import ClaimedDump
-from drafter_data.files import fsync_folder, temporary_name
+from drafter_data.files import fsync_folder, start_writeback, temporary_name
 from drafter_data.safetensors_file import state_header
 from drafter_data.verification import hash_and_check
 
 STATE_MODE = 0o444
+WRITEBACK_BYTES = 8 << 20
+"""The disk is set to work every so many bytes, while the next ones are checked."""
 
 
 def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], label: str) -> tuple[int, str]:
@@ -31,13 +35,16 @@ def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], 
     header = state_header(shape_slh, dump.dtype, header_bytes)
     ids = token_ids_s.astype("<i8").tobytes()
     digest = xxhash.xxh3_128(header + ids)
-    hash_and_check(dump.states_slh, dump.dtype, digest, label)
     temporary = final.with_name(temporary_name(final.name))
     try:
         if dump.whole_file and os.fstat(dump.whole_file[0]).st_dev == final.parent.stat().st_dev:
+            start_writeback(dump.whole_file[0], 0, 0)  # 0: to its end
+            hash_and_check(dump.states_slh, dump.dtype, digest, label)
             _link_dump(temporary, dump.whole_file[0], header)
         else:
-            _copy_states(temporary, header, ids, dump)
+            with _new_state(temporary) as writer:
+                writer.write(memoryview(header + ids))
+                hash_and_check(dump.states_slh, dump.dtype, digest, label, writer.write)
         temporary.replace(final)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -59,12 +66,31 @@ def _link_dump(temporary: Path, dump_descriptor: int, header: bytes) -> None:
         os.close(folder)
 
 
-def _copy_states(temporary: Path, header: bytes, ids: bytes, dump: ClaimedDump) -> None:
+class _StateWriter:
+    """Writes a new file in order, with the disk at work behind."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written = self._started = 0
+
+    def write(self, block: memoryview) -> None:
+        """Appends a block."""
+        while block:
+            count = os.write(self._descriptor, block)
+            self._written += count
+            block = block[count:]
+        if self._written - self._started >= WRITEBACK_BYTES:
+            start_writeback(self._descriptor, self._started, self._written - self._started)
+            self._started = self._written
+
+
+@contextmanager
+def _new_state(temporary: Path) -> Generator[_StateWriter]:
+    """A new file, made read-only and durable at the end."""
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb", buffering=0) as handle:
-        for part in (header, ids, np.ascontiguousarray(dump.states_slh).reshape(-1).data.cast("B")):
-            view = memoryview(part)
-            while view:
-                view = view[handle.write(view) :]
-        os.fchmod(handle.fileno(), STATE_MODE)
-        os.fsync(handle.fileno())
+    try:
+        yield _StateWriter(descriptor)
+        os.fchmod(descriptor, STATE_MODE)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

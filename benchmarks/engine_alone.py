@@ -1,0 +1,146 @@
+"""Against the engine alone: the pipeline's wall time over that of a bare load generator on the same engine and prompts, in one run.
+
+The generator is swept over 1, 2, 4 ... 32 in flight; then both sides alternate, and the ratio of the medians counts. The embedded
+engine's timed mode leaves dumps at several shares of what `cp` + `sync` reaches on this disk just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.reporting import Cell, Result, median, publish
+from benchmarks.world import (
+    RAM_DISK,
+    copy_and_sync_rate,
+    field_lengths,
+    make_dataset,
+    prompts_of,
+    run_module,
+    timed_engine,
+    work_folder,
+)
+from data_contracts.parameters import EngineParameters
+
+SWEEP = (1, 2, 4, 8, 16, 32)
+LAYERS, BYTES = 4, 2
+COLUMNS = ("dumps", "side", "in flight", "wall s (median)", "all runs", "tok/s", "client CPU s", "ratio")
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine that both sides use."""
+
+    label: str
+    parameters: EngineParameters
+    dump_folder: Path
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
+    parser.add_argument("--samples", type=int, default=160)
+    parser.add_argument("--mean-tokens", type=float, default=600.0)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.1, 0.5], help="dump rates as shares of cp + sync")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    rows: list[list[Cell]] = []
+    goals: dict[str, str] = {}
+    with work_folder(options.work) as work, work_folder(RAM_DISK) as ram:
+        prompts = prompts_of(field_lengths(options.samples, mean_tokens=options.mean_tokens))
+        disk = copy_and_sync_rate(work)
+        for share in options.shares:
+            hidden = hidden_size_for(share * disk, sum(map(len, prompts)) / len(prompts))
+            dumps = ram / f"dumps-{share}"
+            with timed_engine(work, dumps, hidden_size=hidden) as engine:
+                side = Side(f"{share:.2f} x disk", engine.parameters(), dumps)
+                ratio, found = compare(side, work / f"share-{share}", prompts, options.repeats)
+            rows += found
+            goals[f"pipeline / engine alone, dumps at {share:.2f} of cp + sync (goal <= 1.05)"] = f"{ratio:.3f}"
+    publish(
+        Result(
+            name="engine_alone",
+            title="Against the engine alone: embedded engine, timed mode (20 ms + 25 us a token, 8,192 tokens a pass)",
+            command="python -m benchmarks.engine_alone",
+            columns=COLUMNS,
+            rows=rows,
+            goals=goals,
+            notes=[f"cp + sync of 4 x 64 MiB from the RAM disk just before: {disk / 1e6:,.0f} MB/s", SESSION_NOTE],
+        )
+    )
+
+
+SESSION_NOTE = (
+    "the pipeline's wall time is from opening the session to its close: every state checked, durable and with its receipt, one "
+    "sample a chunk extracted again and compared; its preflight and planning come before and are not in it"
+)
+
+
+def hidden_size_for(bytes_per_second: float, mean_tokens: float) -> int:
+    """The hidden size at which the timed law's full passes leave dumps at this rate."""
+    samples_a_pass = max(1.0, 8192 / mean_tokens)
+    tokens_a_pass = samples_a_pass * mean_tokens
+    tokens_per_second = tokens_a_pass / (0.020 + 25e-6 * tokens_a_pass)
+    return max(8, round(bytes_per_second / tokens_per_second / (LAYERS * BYTES)))
+
+
+def compare(
+    side: Side, work: Path, prompts: list[list[int]], repeats: int, sweep: tuple[int, ...] = SWEEP
+) -> tuple[float, list[list[Cell]]]:
+    """Sweeps the generator, then alternates both sides; returns the ratio of medians and rows of raw figures."""
+    work.mkdir()
+    dataset = make_dataset(work / "dataset", prompts)
+    (work / "prompts.json").write_text(json.dumps(prompts))
+    # The sweep runs on a part of the prompts: it only finds the best number in flight, the alternating runs measure it.
+    (work / "some.json").write_text(json.dumps(prompts[: max(32, len(prompts) // 3)]))
+    rows: list[list[Cell]] = []
+    rates: dict[int, float] = {}
+    for in_flight in sweep:
+        found = generate(side, work / "some.json", in_flight)
+        rates[in_flight] = found["tokens"] / found["seconds"]
+        rows.append([side.label, "generator, sweep", in_flight, found["seconds"], "", rates[in_flight], found["cpu_seconds"], ""])
+    best = max(rates, key=lambda in_flight: rates[in_flight])
+    alone, ours = list[dict[str, float]](), list[dict[str, float]]()
+    for repeat in range(repeats):
+        alone.append(generate(side, work / "prompts.json", best))
+        ours.append(extract(side, dataset, work / f"store-{repeat}"))
+    ratio = median([one["seconds"] for one in ours]) / median([one["seconds"] for one in alone])
+    tokens = sum(map(len, prompts))
+    rows.append(_row(side.label, "generator, best", best, alone, tokens, None))
+    rows.append(_row(side.label, "pipeline", int(ours[-1]["in_flight_at_end"]), ours, tokens, ratio))
+    return ratio, rows
+
+
+def generate(side: Side, prompts: Path, in_flight: int) -> dict[str, float]:
+    """One run of the bare load generator."""
+    return _floats(
+        run_module(
+            "benchmarks.load_generator", str(prompts), "--url", str(side.parameters.url), "--dump-folder", str(side.dump_folder),
+            "--in-flight", str(in_flight),
+        )
+    )  # fmt: skip
+
+
+def extract(side: Side, dataset: Path, store: Path, *options: str) -> dict[str, float]:
+    """One run of the pipeline into a new store."""
+    found = _floats(run_module("benchmarks.pipeline", str(dataset), str(store), "--engine", side.parameters.model_dump_json(), *options))
+    if found["errors"]:
+        raise RuntimeError(f"{found['errors']} samples failed")
+    return found
+
+
+def _row(label: str, side: str, in_flight: int, runs: list[dict[str, float]], tokens: int, ratio: float | None) -> list[Cell]:
+    seconds = median([one["seconds"] for one in runs])
+    every = ", ".join(f"{one['seconds']:.2f}" for one in runs)
+    return [label, side, in_flight, seconds, every, tokens / seconds, median([one["cpu_seconds"] for one in runs]), ratio]
+
+
+def _floats(found: dict[str, object]) -> dict[str, float]:
+    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+
+
+if __name__ == "__main__":
+    main()

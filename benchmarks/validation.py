@@ -1,0 +1,97 @@
+"""Validating a store: from the page cache in GB/s a core, and cold against reading the files with `cat`.
+
+The store is made by committing random states. Cold: the files' pages are dropped from the page cache (posix_fadvise) before each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from benchmarks.ingest import IDENTITY, ROW_BYTES, ingest, make_dumps
+from benchmarks.reporting import Cell, Result, median, publish
+from benchmarks.world import RAM_DISK, work_folder
+from drafter_data.store.store import Store
+from drafter_data.validation import validate_store
+
+WORKERS = 2
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
+    parser.add_argument("--sizes-mb", type=float, nargs="*", default=[1, 20, 75])
+    parser.add_argument("--total-mb", type=float, default=600)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    rows: list[list[Cell]] = []
+    warm, cold = list[str](), list[str]()
+    with work_folder(options.work) as work, work_folder(RAM_DISK) as ram:
+        for size in options.sizes_mb:
+            count = max(1, round(options.total_mb / size))
+            root = work / f"store-{size}"
+            ingest(ram / f"dumps-{size}", make_dumps(ram / f"dumps-{size}", count, max(1, round(size * 1e6 / ROW_BYTES)), seed=0), root)
+            files = sorted(root.glob("states/*/*.safetensors"))
+            total = sum(file.stat().st_size for file in files)
+            warm_wall, warm_cpu = _validate(root, options.repeats)
+            cold_wall, cat_wall = _cold(root, files, options.repeats)
+            rows.append([size, len(files), warm_wall, warm_cpu, total / warm_cpu / 1e9, cat_wall, cold_wall, cat_wall / cold_wall])
+            warm.append(f"{total / warm_cpu / 1e9:.2f} GB/s at {size:g} MB")
+            cold.append(f"{cat_wall / cold_wall:.2f} at {size:g} MB")
+    publish(
+        Result(
+            name="validation",
+            title=f"Validation of a store ({WORKERS} workers)",
+            command="python -m benchmarks.validation",
+            columns=("MB a state", "states", "warm wall s", "warm CPU s", "warm GB/s a core", "cat, cold s", "validate, cold s", "cold ratio"),
+            rows=rows,
+            goals={
+                "from the page cache, a core (goal >= 2 GB/s)": ", ".join(warm),
+                "cold, rate over that of cat (goal >= 0.9)": ", ".join(cold),
+            },
+            notes=["a core: bytes over CPU seconds of the whole process; cat: `cat FILES > /dev/null`, medians of alternating turns"],
+        )
+    )
+
+
+def _validate(root: Path, repeats: int) -> tuple[float, float]:
+    """Medians of wall and CPU seconds."""
+    walls, cpus = list[float](), list[float]()
+    for _ in range(repeats):
+        store = Store.open(root, IDENTITY)
+        wall, cpu = time.monotonic(), time.process_time()
+        report = validate_store(store, None, workers=WORKERS)
+        walls.append(time.monotonic() - wall)
+        cpus.append(time.process_time() - cpu)
+        store.close()
+        assert not report.findings, report.findings[:1]
+    return median(walls), median(cpus)
+
+
+def _cold(root: Path, files: list[Path], repeats: int) -> tuple[float, float]:
+    """Medians of the wall seconds of validation and of cat, each from the disk."""
+    ours, cats = list[float](), list[float]()
+    for _ in range(repeats):
+        _drop(files)
+        started = time.monotonic()
+        subprocess.run(["cat", "--", *map(str, files)], check=True, stdout=subprocess.DEVNULL)
+        cats.append(time.monotonic() - started)
+        _drop(files)
+        ours.append(_validate(root, 1)[0])
+    return median(ours), median(cats)
+
+
+def _drop(files: list[Path]) -> None:
+    """Takes the files' pages out of the page cache; they were synced when they were committed."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
