@@ -19,6 +19,8 @@ from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding
 from drafter_data.errors import DumpRejected
 from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.validation.reference import Reference
+from drafter_data.validation.signature import Signature, signature_of
 from drafter_data.verification import check_columns_distinct, check_shape, hash_and_check
 
 EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
@@ -45,8 +47,11 @@ def check_size(path: Path, receipt: Receipt) -> Finding | None:
     return None if size == receipt.bytes else _finding(receipt, path, "file-size", f"{receipt.bytes} bytes", f"{size} bytes")
 
 
-def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity) -> CheckedState:
-    """Checks existence, size, header, dtype, shape, token ids (by the name they hash to), checksum and content of one file."""
+def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None = None) -> CheckedState:
+    """Checks existence, size, header, dtype, shape, token ids (by the name they hash to), checksum and content of one file.
+
+    With a `reference`, also what no checksum shows: layers and rows that are not what they should be (reference.py).
+    """
 
     def finding(reason: str, expected: str, found: str) -> CheckedState:
         return CheckedState(receipt.state_key, _finding(receipt, path, reason, expected, found))
@@ -72,7 +77,24 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity) -> C
             return finding(error.reason, "states as the receipt and the store's identity say", str(error))
         if digest.hexdigest() != receipt.xxh3:
             return finding("checksum", f"xxh3 {receipt.xxh3}", f"xxh3 {digest.hexdigest()}")
+        verdict = reference.judge(states_slh, dtype, ids_s) if reference is not None else None
+        if verdict is not None:
+            return finding(verdict.reason, verdict.expected, verdict.found)
         return CheckedState(receipt.state_key, None, layer_rms(states_slh, dtype))
+
+
+def read_signature(path: Path, identity: StoreIdentity) -> tuple[Signature, NDArray[np.int64]] | None:
+    """Signature and token ids of a state file, or None where it is not one of this store's (the check names that)."""
+    try:
+        with TensorFile.open(path) as file:
+            states_slh, ids_s = file.array("hidden_states"), file.array("token_ids")
+            expected = (len(ids_s), len(identity.layers), identity.hidden_size)
+            if file.tensors["hidden_states"].dtype != identity.dtype or states_slh.shape != expected or not len(ids_s):
+                return None
+            signature = signature_of(states_slh, identity.dtype)
+            return (signature, np.array(ids_s)) if np.isfinite(signature.shape_ll).all() else None
+    except (MalformedFile, OSError):
+        return None
 
 
 def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: str) -> Finding:

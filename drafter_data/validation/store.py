@@ -7,6 +7,7 @@ receipt (a commit that was killed before its receipt) are counted as orphans: no
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,9 @@ from drafter_data.dataset import Dataset
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.planning import load_plan, plan_folder
 from drafter_data.store.store import Store, is_state_name
+from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.rows import check_row
-from drafter_data.validation.state_file import CheckedState, check_size, check_state_file
+from drafter_data.validation.state_file import CheckedState, check_size, check_state_file, read_signature
 
 
 @dataclass
@@ -50,14 +52,15 @@ class _Tally:
 def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
     """Checks every sample of `dataset` (or every state) in `workers` threads: hashing and NumPy let go of the interpreter lock.
 
-    Memory: one state key a dataset row and one number a layer and state; state files are mapped, `workers` at a time.
+    What good content looks like is learnt first, from up to 512 states of the store itself. Memory: one state key a dataset row and
+    one number a layer and state; state files are mapped, `workers` at a time.
     """
     started = time.monotonic()
     store.refresh()
     tally = _Tally(Counter())
     samples = _check_rows(store, dataset, tally) if dataset is not None else len(store)
     wanted = _wanted_receipts(store, dataset, tally)
-    for checked in _checked(store, wanted, workers):
+    for checked in _checked(store, wanted, workers, learn_reference(store)):
         tally.take(checked)
     return ValidationReport(
         store=str(store.root),
@@ -77,7 +80,8 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
 def check_receipts(store: Store, *, deep: bool, workers: int = 2) -> Iterator[Finding]:
     """Receipts whose file is missing or of another size; with `deep`, whose content is not what it should be (fsck)."""
     if deep:
-        yield from (checked.finding for checked in _checked(store, store.receipts(), workers) if checked.finding is not None)
+        checks = _checked(store, store.receipts(), workers, learn_reference(store))
+        yield from (checked.finding for checked in checks if checked.finding is not None)
         return
     for receipt in store.receipts():
         finding = check_size(store.path_of(receipt.state_key), receipt)
@@ -125,12 +129,19 @@ def _wanted_receipts(store: Store, dataset: Dataset | None, tally: _Tally) -> It
             yield receipt
 
 
-def _checked(store: Store, wanted: Iterable[Receipt], workers: int) -> Iterator[CheckedState]:
+def learn_reference(store: Store, samples: int = SAMPLES) -> Reference | None:
+    """Learns from states that are picked by their keys, which are hashes; None where the store holds too few to tell."""
+    picked = heapq.nsmallest(samples, (receipt.state_key for receipt in store.receipts()))
+    signatures = (read_signature(store.path_of(key), store.identity) for key in picked)
+    return Reference.learn(store.identity.layers, [signature for signature in signatures if signature is not None])
+
+
+def _checked(store: Store, wanted: Iterable[Receipt], workers: int, reference: Reference | None = None) -> Iterator[CheckedState]:
     """Checks files in threads, with a bounded number of them waiting."""
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
         open_checks: set[Future[CheckedState]] = set()
         for receipt in wanted:
-            open_checks.add(pool.submit(check_state_file, store.path_of(receipt.state_key), receipt, store.identity))
+            open_checks.add(pool.submit(check_state_file, store.path_of(receipt.state_key), receipt, store.identity, reference))
             if len(open_checks) >= 8 * workers:
                 done, open_checks = wait(open_checks, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)

@@ -1,0 +1,92 @@
+"""What a sample's states look like: sizes of the layers, distances between them, and how rows follow their tokens.
+
+No header or checksum shows a swapped layer, a final state on the wrong side of the norm, or the rows of another prompt. These
+numbers do, measured against the rest of the store: a residual stream has a typical size at each layer and a typical distance
+between two layers, whose ratios within a sample hardly vary, and its early states carry the token that they stand for.
+
+Tensor legend: R rows looked at, L stored layers, H hidden size, P projected size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_data.safetensors_file import as_float32
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+VALUES_LOOKED_AT = 1 << 20
+"""Of each sample: enough for narrow models, whose numbers are noisier, and a small part of a wide model's sample."""
+FEWEST_ROWS, MOST_ROWS = 32, 2048
+FIRST_ROWS_SKIPPED = 4
+"""The first tokens of a prompt may be attention sinks, a hundred times as large (Xiao et al. 2023)."""
+PROJECTED = 32
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Measures of one sample over `rows_r` of its rows.
+
+    `shape_ll` [L, L]: mean log root-mean-square of each layer on the diagonal, mean log distance of two layers beside it.
+    `spread_l` [L]: standard deviation over the rows of a layer's log size. `tokens_rp` [R, P]: unit vectors, the first stored
+    layer's rows, projected.
+    """
+
+    rows_r: NDArray[np.int64]
+    shape_ll: Doubles
+    spread_l: Doubles
+    tokens_rp: Floats
+
+
+def signature_of(states_slh: NDArray[Any], dtype: str) -> Signature:
+    """Measures evenly spaced rows of a sample."""
+    rows_r = rows_of(states_slh.shape)
+    states_rlh = as_float32(states_slh[rows_r], dtype)
+    log_rll = _log_sizes(states_rlh)
+    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), _projected(states_rlh[:, 0]))
+
+
+def rows_of(shape_slh: tuple[int, ...]) -> NDArray[np.int64]:
+    """Which rows of a sample are looked at."""
+    tokens, layers, hidden = shape_slh
+    first = FIRST_ROWS_SKIPPED if tokens > 2 * FIRST_ROWS_SKIPPED else 0
+    most = int(np.clip(VALUES_LOOKED_AT // (layers * hidden), FEWEST_ROWS, MOST_ROWS))
+    return np.unique(np.linspace(first, tokens - 1, min(most, tokens - first)).astype(np.int64))
+
+
+def shape_of(states_rlh: Floats) -> Doubles:
+    """`Signature.shape_ll` of some rows."""
+    return _log_sizes(states_rlh).mean(axis=0)
+
+
+def _log_sizes(states_rlh: Floats) -> Doubles:
+    """Log root-mean-square of layers and of their differences, [R, L, L]."""
+    layers = states_rlh.shape[1]
+    square_rll = np.empty((len(states_rlh), layers, layers))
+    for a in range(layers):
+        square_rll[:, a, a] = _mean_square(states_rlh[:, a])
+        for b in range(a):
+            square_rll[:, a, b] = square_rll[:, b, a] = _mean_square(states_rlh[:, a] - states_rlh[:, b])
+    return 0.5 * np.log(square_rll + 1e-30)
+
+
+def _mean_square(states_rh: Floats) -> Doubles:
+    return np.einsum("rh,rh->r", states_rh, states_rh).astype(np.float64) / states_rh.shape[1]
+
+
+def _projected(states_rh: Floats) -> Floats:
+    """Random projection (Johnson and Lindenstrauss 1984), as unit vectors: angles survive, sizes do not."""
+    projected_rp = states_rh @ _projection(states_rh.shape[1])
+    return projected_rp / (np.linalg.norm(projected_rp, axis=1, keepdims=True) + np.float32(1e-30))
+
+
+@lru_cache(maxsize=8)
+def _projection(hidden: int) -> Floats:
+    signs_hp = np.random.default_rng(hidden).integers(0, 2, (hidden, PROJECTED)) * 2 - 1
+    return signs_hp.astype(np.float32)
