@@ -38,6 +38,17 @@ class RunReport(Record):
     dropped: dict[str, int] = {}
     kept_tokens: int = 0
     supervised_tokens: int = 0
+    quarantined: int = Field(default=0, description="dropped rows that are set aside in quarantine.jsonl")
+    conflicts: int = Field(default=0, description="ids of this run that stand for more than one content, here or in another run")
+    skipped_files: tuple[str, ...] = Field(default=(), description="files of the run's folder that hold no rows")
+
+
+class IdConflict(Record):
+    """One id that the runs gave to more than one content. All of its rows are kept: identity is content."""
+
+    source_id: str
+    runs: tuple[str, ...]
+    contents: int
 
 
 class DatasetRecord(Record):
@@ -56,4 +67,6 @@ class DatasetRecord(Record):
     tokenizer_hash: str
     template_hash: str
     runs: tuple[RunReport, ...]
+    conflicts: tuple[IdConflict, ...] = Field(default=(), description="the first ones by id; RunReport counts all")
+    options: dict[str, str] = Field(default={}, description="what the merge was asked to do, where it is not the default")
     code_version: str = ""

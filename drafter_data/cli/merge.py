@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import json as json_module
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from data_contracts.dataset import QUARANTINE_FILE, DatasetRecord, RunReport
-from drafter_data.runs.merge import merge_runs
-from drafter_data.runs.options import MergeOptions, TokenizeOptions
+from drafter_data.errors import UsageError
+from drafter_data.runs.conversations import ROLE_MAP
+from drafter_data.runs.merge import check_runs, merge_runs
+from drafter_data.runs.options import MergeOptions, OverLong, TokenizeOptions
 
 
-def merge(*runs: str, out: Path, tokenizer: str = "builtin", max_tokens: int | None = None, json: bool = False) -> None:
-    """Merge generation runs into a dataset: read, tokenise, drop exact repeats, report every row.
+def merge(
+    *runs: str,
+    out: Path | None = None,
+    check: bool = False,
+    tokenizer: str = "builtin",
+    trust_remote_code: bool = False,
+    max_tokens: int | None = None,
+    over_long: OverLong = "drop",
+    supervise_reasoning: bool = True,
+    supervise_tool_calls: bool = True,
+    last_turn_only: bool = False,
+    special_text: Literal["drop", "keep"] = "drop",
+    template_time: datetime | None = None,
+    role: tuple[str, ...] = (),
+    vocab_size: int | None = None,
+    max_dropped_share: float = 0.5,
+    sample_rows: int | None = None,
+    sample_tokens: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    json: bool = False,
+) -> None:
+    """Merge generation runs into a dataset: read, tokenise, drop exact repeats, and say what became of every row.
 
     Example: `drafter-data merge runs/short.jsonl runs/long --out dataset --max-tokens 8192`
 
@@ -24,15 +51,65 @@ def merge(*runs: str, out: Path, tokenizer: str = "builtin", max_tokens: int | N
         Files or folders (JSONL, JSON, Parquet, Arrow; .gz and .zst of JSON), or URLs that fsspec knows.
     out
         Folder of the new dataset. A dataset never changes: the same runs into the same folder are left as they are.
+    check
+        Say whether the runs would pass, and what would be dropped, without writing a dataset.
     tokenizer
         `builtin`, or a local Hugging Face tokenizer folder with a chat template (extra `tokenize`).
+    trust_remote_code
+        Run the code that comes in the tokenizer's folder (Kimi's tokenizer is such code).
     max_tokens
-        Longer rows are dropped.
+        Rows above this many tokens are dropped, or cut.
+    over_long
+        `drop` rows above the limit, or `cut` them to the limit minus (hash of the row modulo 256).
+    supervise_reasoning
+        Count an answer's reasoning in the loss mask.
+    supervise_tool_calls
+        Count an answer's tool calls in the loss mask.
+    last_turn_only
+        Supervise the last answer of a conversation only.
+    special_text
+        Rows whose text spells a control token of the tokenizer: `drop` them, or `keep` them as an engine would read them.
+    template_time
+        What a template that writes the date is told; the present by default.
+    role
+        `written=read` adds to the role map, for example `--role narrator=system`; read is one of system, developer, user,
+        assistant, tool, call.
+    vocab_size
+        Refuse token ids of tokenised rows that are not below it.
+    max_dropped_share
+        Refuse a run of which a larger share of rows cannot be used (over-long rows, repeats and rows without a supervised
+        token do not count).
+    sample_rows
+        Keep a seeded sample of this many rows.
+    sample_tokens
+        Keep a seeded sample of at most this many tokens.
+    seed
+        Of the sample.
+    workers
+        Processes that read; by default as many as there are CPUs, at most 8.
     json
         Print the dataset's record as JSON.
     """
-    options = MergeOptions(TokenizeOptions(tokenizer=tokenizer), max_tokens=max_tokens)
-    record = merge_runs(runs, out, options=options)
+    options = MergeOptions(
+        TokenizeOptions(
+            tokenizer, trust_remote_code, supervise_reasoning, supervise_tool_calls, last_turn_only, special_text, template_time
+        ),
+        max_tokens,
+        over_long,
+        vocab_size,
+        {**ROLE_MAP, **_roles(role)},
+        max_dropped_share,
+        sample_rows,
+        sample_tokens,
+        seed,
+    )
+    if check:
+        reports = check_runs(runs, options, workers=workers)
+        _print_check(reports, json)
+        return
+    if out is None:
+        raise UsageError("merge: --out is missing: name the folder of the new dataset, or pass --check to look only")
+    record = merge_runs(runs, out, options=options, workers=workers)
     if json:
         sys.stdout.write(record.model_dump_json(indent=2) + "\n")
     else:
@@ -42,16 +119,45 @@ def merge(*runs: str, out: Path, tokenizer: str = "builtin", max_tokens: int | N
 def print_record(record: DatasetRecord, out: Path) -> None:
     """One table row a run, then where the dataset is."""
     console = Console()
-    table = Table("run", "read", "kept", "dropped", "tokens", "supervised", title=f"dataset {record.dataset_id[:12]}")
-    for report in record.runs:
-        table.add_row(*_cells(report))
-    console.print(table)
-    set_aside = (out / QUARANTINE_FILE).stat().st_size
-    more = f"; rows set aside are in {out / QUARANTINE_FILE}" if set_aside else ""
+    console.print(_table(record.runs, f"dataset {record.dataset_id[:12]}"))
+    if record.conflicts:
+        names = ", ".join(conflict.source_id for conflict in record.conflicts[:5])
+        console.print(f"ids that stand for more than one content (all of them are kept): {names} ...")
+    set_aside = sum(report.quarantined for report in record.runs)
+    more = f"; {set_aside:,} rows set aside in {out / QUARANTINE_FILE}" if set_aside else ""
     console.print(f"{record.rows:,} rows, {record.tokens:,} tokens, longest {record.longest_tokens:,} in {out}{more}")
+
+
+def _print_check(reports: Sequence[RunReport], json: bool) -> None:
+    if json:
+        sys.stdout.write(json_module.dumps([report.model_dump() for report in reports], indent=2) + "\n")
+    else:
+        console = Console()
+        console.print(_table(reports, "check: nothing was written"))
+        console.print("these runs would merge")
+
+
+def _table(reports: Sequence[RunReport], title: str) -> Table:
+    table = Table("run", title=title)
+    for name in ("read", "kept", "dropped", "tokens", "supervised", "id conflicts"):
+        table.add_column(name, justify="left" if name == "dropped" else "right")
+    for report in reports:
+        table.add_row(*_cells(report))
+    return table
 
 
 def _cells(report: RunReport) -> tuple[str, ...]:
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in report.dropped.items()) or "-"
     share = f"{report.supervised_tokens / report.kept_tokens:.0%}" if report.kept_tokens else "-"
-    return report.run, f"{report.read:,}", f"{report.kept:,}", dropped, f"{report.kept_tokens:,}", share
+    numbers = (f"{report.read:,}", f"{report.kept:,}", dropped, f"{report.kept_tokens:,}", share, f"{report.conflicts:,}")
+    return (report.run, *numbers)
+
+
+def _roles(pairs: Sequence[str]) -> dict[str, str]:
+    roles: dict[str, str] = {}
+    for pair in pairs:
+        written, equals, read = pair.partition("=")
+        if not equals or not written:
+            raise UsageError(f"--role {pair}: expected written=read, for example narrator=system")
+        roles[written] = read
+    return roles

@@ -2,175 +2,132 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import xxhash
 from numpy.typing import NDArray
 
 from data_contracts.identity import new_dataset_digest
 from drafter_data.dataset import DATASET_SCHEMA
-from drafter_data.runs.spill import SPILL_SCHEMA, partition_name
+from drafter_data.runs.options import MergeOptions
+from drafter_data.runs.rows_file import RowsFile
+from drafter_data.runs.selection import Conflicts, choose_sample, find_conflicts, order_partition
+from drafter_data.runs.spill import keys_of, read_partition, take_rows
 from drafter_data.runs.units import Unit
-
-GROUP_TOKENS: Final = 1 << 20
-"""A row group ends before the row that would bring it above this many tokens (one row may be longer)."""
 
 
 @dataclass(slots=True)
 class RunCounts:
-    """What stayed of one run, and what was repeated."""
+    """What stayed of one run, and what did not for another row's sake."""
 
     kept: int = 0
     repeats: int = 0
+    not_sampled: int = 0
     kept_tokens: int = 0
     supervised_tokens: int = 0
 
 
 @dataclass(slots=True)
-class Written:
+class Finished:
     """What the rows file holds."""
 
-    runs: dict[int, RunCounts]
+    runs: list[RunCounts]
     longest_tokens: int = 0
-    key_digest: Any = field(default_factory=new_dataset_digest)
-    state_heads: list[NDArray[np.uint64]] = field(default_factory=list[NDArray[np.uint64]])
+    distinct_states: int = 0
+    dataset_id: str = ""
+    conflicts: Conflicts = field(default_factory=lambda: Conflicts(frozenset(), {}))
 
 
-class RowsWriter:
-    """Writes rows in key order, in row groups that depend on the rows alone, never on how the work was cut."""
+class Finisher:
+    """`lines_before[u]` is the number of lines that the pieces before unit u of the same file have."""
 
-    def __init__(self, path: Path) -> None:
-        options: dict[str, Any] = {"use_dictionary": ["run"], "write_statistics": ["sample_key", "num_tokens"]}
-        self._writer = pq.ParquetWriter(path, DATASET_SCHEMA, compression="zstd", compression_level=1, **options)
-        self._held: list[pa.Table] = []
-        self._held_tokens = 0
+    def __init__(
+        self, folder: Path, partitions: int, units: Sequence[Unit], lines_before: Sequence[int], run_names: Sequence[str]
+    ) -> None:
+        self._folder = folder
+        self._partitions = partitions
+        self._units = units
+        self._lines_before = lines_before
+        self._run_names = run_names
+        self._run_of_unit = np.array([unit.run for unit in units], dtype=np.int32)
+        self._digest = new_dataset_digest()
+        self._states: list[NDArray[np.uint64]] = []
+        self._with_id: list[tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int32]]] = []
+        self._finished = Finished([RunCounts() for _ in run_names])
 
-    def write(self, rows: pa.Table) -> None:
-        """Takes rows that follow those before in key order."""
-        tokens = rows.column("num_tokens").to_numpy()
-        start = 0
-        for position, count in enumerate(tokens):
-            if self._held_tokens and self._held_tokens + count > GROUP_TOKENS:
-                self._held.append(rows.slice(start, position - start))
-                self._end_group()
-                start = position
-            self._held_tokens += int(count)
-        self._held.append(rows.slice(start))
+    def finish(self, path: Path | None, options: MergeOptions) -> Finished:
+        """Writes all rows to `path`, or only counts them where it is None."""
+        sampled = choose_sample(self._folder, self._partitions, options)
+        file = RowsFile(path) if path is not None else None
+        for partition in range(self._partitions):
+            rows = read_partition(self._folder, partition)
+            if rows.num_rows:
+                kept, runs = self._select(rows, None if sampled is None else sampled[partition])
+                if file is not None and kept.num_rows:
+                    file.write(self._with_contract_columns(kept, runs))
+        if file is not None:
+            file.close()
+        self._finished.dataset_id = self._digest.hexdigest()
+        self._finished.distinct_states = len(np.unique(np.concatenate([np.zeros(0, np.uint64), *self._states])))
+        self._finished.conflicts = find_conflicts(*([list(column) for column in zip(*self._with_id, strict=True)] or [[], [], []]))
+        return self._finished
 
-    def _end_group(self) -> None:
-        group = pa.concat_tables(self._held).combine_chunks()
-        if group.num_rows:
-            self._writer.write_table(group, row_group_size=group.num_rows)
-        self._held, self._held_tokens = [], 0
+    def _select(self, rows: pa.Table, sampled: NDArray[np.bool_] | None) -> tuple[pa.Table, NDArray[np.int32]]:
+        """The rows that stay, in key order, with their run numbers; the others are counted."""
+        ordering = order_partition(rows)
+        run_of_row = self._run_of_unit[rows.column("unit").to_numpy()]
+        distinct = ordering.order[ordering.first]
+        self._count("repeats", run_of_row[ordering.order[~ordering.first]])
+        if sampled is not None:
+            self._count("not_sampled", run_of_row[distinct[~sampled]])
+            distinct = distinct[sampled]
+        kept = take_rows(rows, distinct)
+        self._tally(kept, run_of_row[distinct])
+        return kept, run_of_row[distinct]
 
-    def close(self) -> None:
-        """Writes the last group and the footer."""
-        if self._held:
-            self._end_group()
-        self._writer.close()
+    def _count(self, what: str, runs: NDArray[np.int32], weights: NDArray[np.int32] | None = None) -> None:
+        totals = np.bincount(runs, weights=weights, minlength=len(self._run_names)).astype(np.int64)
+        for counts, total in zip(self._finished.runs, totals.tolist(), strict=True):
+            setattr(counts, what, getattr(counts, what) + total)
 
+    def _tally(self, kept: pa.Table, runs: NDArray[np.int32]) -> None:
+        lengths = kept.column("num_tokens").to_numpy()
+        self._count("kept", runs)
+        self._count("kept_tokens", runs, lengths)
+        self._count("supervised_tokens", runs, kept.column("num_supervised").to_numpy())
+        self._finished.longest_tokens = max(self._finished.longest_tokens, int(lengths.max(initial=0)))
+        keys = keys_of(kept.column("sample_key"))
+        self._digest.update(keys.tobytes())
+        self._states.append(keys_of(kept.column("state_key"))["a"].astype(np.uint64))
+        source_ids = kept.column("source_id").to_pylist()
+        given = np.array([position for position, source_id in enumerate(source_ids) if source_id is not None], dtype=np.int64)
+        if len(given):
+            hashes = np.array([id_hash(source_ids[position]) for position in given], dtype=np.uint64)
+            self._with_id.append((hashes, keys["a"].astype(np.uint64)[given], runs[given]))
 
-def write_rows(
-    folder: Path, path: Path, partitions: int, units: Sequence[Unit], lines_before: Sequence[int], run_names: Sequence[str]
-) -> Written:
-    """Writes all spilled rows to `path`. `lines_before[u]` is the number of lines in the file before unit u."""
-    written = Written({run: RunCounts() for run in range(len(run_names))})
-    run_of_unit = np.array([unit.run for unit in units], dtype=np.int32)
-    writer = RowsWriter(path)
-    for partition in range(partitions):
-        rows = _read_partition(folder, partition)
-        if rows.num_rows:
-            writer.write(_finished(rows, units, run_of_unit, lines_before, run_names, written))
-    writer.close()
-    return written
+    def _with_contract_columns(self, kept: pa.Table, runs: NDArray[np.int32]) -> pa.Table:
+        columns: dict[str, Any] = {
+            "sample_key": pa.array([key.hex() for key in kept.column("sample_key").to_pylist()]),
+            "state_key": pa.array([key.hex() for key in kept.column("state_key").to_pylist()]),
+            "run": pa.array([self._run_names[run] for run in runs]),
+            "source_id": pa.array(list(self._source_ids(kept)), pa.string()),
+            **{name: kept.column(name).combine_chunks() for name in ("input_ids", "loss_mask", "num_tokens", "num_supervised")},
+        }
+        cast = {name: column.cast(DATASET_SCHEMA.field(name).type) for name, column in columns.items()}
+        return pa.table(cast, schema=DATASET_SCHEMA)
 
-
-def _read_partition(folder: Path, partition: int) -> pa.Table:
-    tables = [SPILL_SCHEMA.empty_table()]
-    for path in sorted(folder.glob(f"*-{partition_name(partition)}")):
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            tables.append(reader.read_all())
-    return pa.concat_tables(tables).combine_chunks()
-
-
-def _finished(
-    rows: pa.Table,
-    units: Sequence[Unit],
-    run_of_unit: NDArray[np.int32],
-    lines_before: Sequence[int],
-    run_names: Sequence[str],
-    written: Written,
-) -> pa.Table:
-    unit = rows.column("unit").to_numpy()
-    keys = _keys(rows.column("sample_key"))
-    order = np.lexsort((rows.column("line").to_numpy(), unit, keys["c"], keys["b"], keys["a"]))
-    ordered = keys[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    runs = run_of_unit[unit]
-    for run, times in Counter(runs[order[~first]].tolist()).items():
-        written.runs[run].repeats += times
-    kept = rows.take(pa.array(order[first]))
-    return _with_contract_columns(kept, units, runs[order[first]], lines_before, run_names, written)
-
-
-def _with_contract_columns(
-    kept: pa.Table,
-    units: Sequence[Unit],
-    runs: NDArray[np.int32],
-    lines_before: Sequence[int],
-    run_names: Sequence[str],
-    written: Written,
-) -> pa.Table:
-    ids, masks = kept.column("input_ids").combine_chunks(), kept.column("loss_mask").combine_chunks()
-    lengths = np.diff(ids.offsets.to_numpy()).astype(np.int32)
-    starts = masks.offsets.to_numpy()[:-1]
-    values = masks.values.to_numpy(zero_copy_only=False)
-    supervised = np.add.reduceat(values.astype(np.int32), starts).astype(np.int32)
-    for run in np.unique(runs):
-        of_run, counts = runs == run, written.runs[int(run)]
-        counts.kept += int(of_run.sum())
-        counts.kept_tokens += int(lengths[of_run].sum())
-        counts.supervised_tokens += int(supervised[of_run].sum())
-    written.longest_tokens = max(written.longest_tokens, int(lengths.max()))
-    keys = _keys(kept.column("sample_key"))
-    written.key_digest.update(keys.tobytes())
-    states = _keys(kept.column("state_key"))
-    written.state_heads.append(states["a"].astype(np.uint64))
-    columns = {
-        "sample_key": pa.array(_hex(kept.column("sample_key"))),
-        "state_key": pa.array(_hex(kept.column("state_key"))),
-        "run": pa.array([run_names[run] for run in runs]),
-        "source_id": pa.array(list(_source_ids(kept, units, lines_before)), pa.string()),
-        "input_ids": ids,
-        "loss_mask": masks,
-        "num_tokens": pa.array(lengths),
-        "num_supervised": pa.array(supervised),
-    }
-    return pa.table({name: column.cast(DATASET_SCHEMA.field(name).type) for name, column in columns.items()}, schema=DATASET_SCHEMA)
+    def _source_ids(self, kept: pa.Table) -> Iterator[str]:
+        """The run's own id of each row, else `file:line`."""
+        columns = (kept.column(name).to_pylist() for name in ("source_id", "unit", "line"))
+        for source_id, unit, line in zip(*columns, strict=True):
+            yield source_id if source_id is not None else f"{self._units[unit].file.name}:{self._lines_before[unit] + line}"
 
 
-def _source_ids(kept: pa.Table, units: Sequence[Unit], lines_before: Sequence[int]) -> Iterator[str]:
-    """The run's own id of each row, else `file:line`."""
-    given = kept.column("source_id").to_pylist()
-    for source_id, unit, line in zip(given, kept.column("unit").to_pylist(), kept.column("line").to_pylist(), strict=True):
-        yield source_id if source_id is not None else f"{units[unit].file.name}:{lines_before[unit] + line}"
-
-
-_KEY: Final = np.dtype([("a", ">u8"), ("b", ">u8"), ("c", ">u4")])
-
-
-def _keys(column: Any) -> NDArray[np.void]:
-    chunk = column.combine_chunks()
-    data = np.frombuffer(chunk.buffers()[1], dtype=_KEY)
-    return data[chunk.offset : chunk.offset + len(chunk)]
-
-
-def _hex(column: Any) -> list[str]:
-    return [key.hex() for key in column.to_pylist()]
+def id_hash(source_id: str) -> int:
+    """What a source id is remembered by: 64 bits, so that millions of them fit in memory."""
+    return xxhash.xxh3_64_intdigest(source_id.encode())

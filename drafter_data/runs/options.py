@@ -64,3 +64,11 @@ class MergeOptions:
         for written, role in self.role_map.items():
             if role not in ROLES:
                 raise UsageError(f"role map: {written}={role}: expected one of {', '.join(ROLES)}")
+
+    def changed(self) -> dict[str, str]:
+        """Every option that is not the default, as text, for the dataset's record."""
+        default = MergeOptions()
+        pairs = {name: (getattr(self, name), getattr(default, name)) for name in self.__slots__ if name != "tokenize"}
+        of_text = TokenizeOptions()
+        pairs |= {name: (getattr(self.tokenize, name), getattr(of_text, name)) for name in of_text.__slots__}
+        return {name: str(value) for name, (value, standard) in sorted(pairs.items()) if value != standard}

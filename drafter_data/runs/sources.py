@@ -117,9 +117,10 @@ def _find_run(name: str, fs: Any, path: str, source: str) -> Run:
         raise InputError(f"{source}: cannot be read: {error.strerror or error}", reason="run-unreadable") from error
     files, skipped = _sort_files(fs, path, listed)
     if not files:
-        wanted = ", ".join(_FORMS)
         found = f"only {', '.join(skipped[:3])}" if skipped else "no file"
-        raise InputError(f"{source}: an empty generation run: expected {wanted} (or .gz, .zst), found {found}", reason="run-empty")
+        raise InputError(
+            f"{source}: no rows to read: expected {', '.join(_FORMS)} (or .gz, .zst of JSON), found {found}", reason="run-empty"
+        )
     if not any(file.size_bytes for file in files):
         raise InputError(f"{source}: an empty generation run: expected rows, found 0 bytes", reason="run-empty")
     return Run(name, source, files, skipped)

@@ -39,10 +39,10 @@ class UnitReport:
 class Worker:
     """Turns pieces into spilled rows and a quarantine file a piece. Memory is bounded by one block and the spill's buffer."""
 
-    def __init__(self, folder: Path, partitions: int, options: MergeOptions) -> None:
+    def __init__(self, folder: Path, partitions: int, options: MergeOptions, *, keys_only: bool = False) -> None:
         self._folder = folder
         self._options = options
-        self._spill = Spill(folder, partitions)
+        self._spill = Spill(folder, partitions, keys_only=keys_only)
         self._tokenizer: ChatTokenizer | None = None
 
     def process(self, unit: Unit) -> UnitReport:
