@@ -5,7 +5,10 @@ Tests of one configuration stand together: the server is started once for them.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +19,11 @@ import requests
 import torch
 
 from data_contracts.dump import ACKNOWLEDGEMENT, name_of
+from drafter_data.dataset import Dataset
 from drafter_data.errors import PreflightRefused
 from drafter_data.store.store import Store
+from drafter_data.validation import validate_store
+from tests.docs.test_commands import commands_of
 from tests.engines.comparing import assert_complete, errors_of, extract, health_checks, prompts_of
 from tests.engines.reference import Reference
 from tests.engines.servers import Configuration, Engines, Running
@@ -108,6 +114,26 @@ def test_sglang_other_layers_are_refused_naming_the_command(engines: Engines, mo
     running = engines.running(llama(models))
     with pytest.raises(PreflightRefused, match="engine sglang --print"):
         extract(tmp_path, prompts_of(5, 1, 50), running.parameters(layers=(1, 4, 5, 8)))
+
+
+def test_sglang_guide_commands_in_order_fill_a_valid_store(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
+    running = engines.running(llama(models))
+    rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in prompts_of(20, 5, 300, seed=5)]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    commands = "\n".join(commands_of("docs/guide-sglang.md")).replace("http://127.0.0.1:30000", running.url)
+    commands = commands.replace(" --tokenizer /models/verifier", "").replace("/models/verifier", str(models["llama"]))
+    assert commands.count("drafter-data ") == 6
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert_complete_store(tmp_path)
+
+
+def assert_complete_store(folder: Path) -> None:
+    """Every row of `dataset` is valid in `store`."""
+    found = validate_store(Store.open(folder / "store"), Dataset.open(folder / "dataset"))
+    assert (found.errors, found.samples) == (0, 20), found.findings[:3]
 
 
 def test_sglang_killed_in_mid_run_and_started_again_loses_nothing(
@@ -226,4 +252,9 @@ def test_sglang_layers_at_their_input_norms_equal_transformers(engines: Engines,
     configuration = Configuration(
         "input-norms", models["llama"], layers=(0, 1, 3, 7, 8), via="input_layernorm", flags=("--dtype", "float32")
     )
+    assert_few_within(engines, configuration, tmp_path, models["llama"])
+
+
+def test_sglang_plugin_equals_transformers(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
+    configuration = Configuration("plugin", models["llama"], via="plugin", flags=("--dtype", "float32"))
     assert_few_within(engines, configuration, tmp_path, models["llama"])
