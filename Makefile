@@ -43,6 +43,9 @@ lint: setup-test ## ruff and pyright (strict)
 test: setup-test lint ## all tests that need no real engine, trainer or browser
 	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser"
 
+test-real: setup-test ## the tests with a real SGLang, vLLM, trainers and browser (makes their environments when missing)
+	@$(BIN)/pytest -m "real_engine or real_trainer or browser" --durations=10
+
 lock: ## renew the lock files (needs uv)
 	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
 	    pyproject.toml requirements/build.in requirements/test.in --output-file requirements/test.lock
