@@ -97,10 +97,19 @@ class ExtractionParameters(Parameters):
         default=200, ge=1, le=10_000, title="Samples a chunk", description="About; chunks have equal predicted cost."
     )
     attempts: int = Field(default=3, ge=1, le=10, title="Attempts a sample", description="A 4xx answer is never tried again.")
+    quarantine_attempts: int = Field(
+        default=0,
+        ge=0,
+        le=1_000,
+        title="Quarantine after attempts",
+        description="Counted over all runs; then a sample is no longer tried. 0: never.",
+    )
     chunk_retries: int = Field(
         default=1, ge=0, le=10, title="Retries a chunk", description="By Prefect, when a chunk as a whole fails."
     )
-    request_timeout_seconds: float = Field(default=600, ge=1, le=86_400, title="Time limit a request (s)")
+    request_timeout_seconds: float = Field(
+        default=600, ge=1, le=86_400, title="Time limit a request (s)", description="From sending to the engine's reply."
+    )
     dump_timeout_seconds: float = Field(
         default=60, ge=0.1, le=3_600, title="Time limit a dump (s)", description="From the reply to a complete dump."
     )
@@ -110,7 +119,13 @@ class ExtractionParameters(Parameters):
     max_error_rate: float = Field(
         default=0.0, ge=0, le=1, title="Largest share of failed samples", description="Above it there is no hand-off."
     )
-    stop_after_failures: int = Field(default=20, ge=1, le=100_000, title="Stop after failures in a row")
+    stop_after_failures: int = Field(
+        default=20,
+        ge=1,
+        le=100_000,
+        title="Stop after failures in a row",
+        description="Then the engine is at fault, not the samples.",
+    )
     fan_out: Literal["tasks", "deployment"] = Field(
         default="tasks",
         title="Fan out",
@@ -125,7 +140,9 @@ class HandoffParameters(Parameters):
         default="ridge", title="Trainer", description="`ridge` ships with the base install and ends in a real result."
     )
     launch: bool = Field(default=True, title="Start the training job", description="Off: the command is only printed.")
-    validation_share: float = Field(default=0.1, ge=0, le=0.5, title="Held-out share", description="Split by content hash.")
+    validation_share: float = Field(
+        default=0.1, ge=0, le=0.5, title="Held-out share", description="Of the prompts, chosen by a hash of their content."
+    )
     options: dict[str, str] = Field(default_factory=dict, title="Trainer options", description="Passed to the trainer's command.")
 
 

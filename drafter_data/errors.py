@@ -15,6 +15,7 @@ found and what to do next.
         * DumpRejected - a dump that is not what was asked for (rows, ids, proof, content, hostile file)
             * PassMixed - the request shared its forward pass with others: says nothing about the sample
     * EngineLost - the engine is dead or hung: the chunk fails resumable
+    * Interrupted - stopped on request, resumable
     * TooManyFailures - n samples failed in a row: the chunk stops, resumable
     * ChunkIncomplete - a chunk ran to its end with failed samples
     * StoreError - the store cannot take or give a state
@@ -105,6 +106,12 @@ class EngineLost(DrafterDataError):
     """The engine is dead or hung."""
 
     reason = "engine-lost"
+
+
+class Interrupted(DrafterDataError):
+    """Stopped on request."""
+
+    reason = "interrupted"
 
 
 class TooManyFailures(DrafterDataError):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from data_contracts.extraction import ChunkFailures, GateReport, SampleFailure
 from data_contracts.plan import Exclusion, Plan
 from drafter_data.dataset import Dataset
 from drafter_data.errors import GateClosed
-from drafter_data.extraction.chunk import failures_path
+from drafter_data.extraction.chunk import read_failures
 from drafter_data.planning import PlannedSample, chunk_rows, missing_samples
 from drafter_data.store.store import Store
 
@@ -63,7 +61,7 @@ def exclusions(plan: Plan, report: GateReport, dataset: Dataset) -> tuple[Exclus
 def _failed_of(plan: Plan, store: Store, chunk_index: int) -> ChunkFailures:
     chunk = plan.chunks[chunk_index]
     missing = [one for one in chunk_rows(store.root, plan.dataset_id, chunk_index) if one.state_key not in store]
-    written = _written(store.root, plan.dataset_id, chunk.key)
+    written = read_failures(store.root, plan.dataset_id, chunk.key)
     known = {failure.state_key: failure for failure in written.failures} if written else {}
     why = written.stopped_by if written and written.stopped_by else "not-attempted"
     failures = tuple(known.get(one.state_key) or _not_reached(one, why) for one in missing)
@@ -76,10 +74,3 @@ def _not_reached(planned: PlannedSample, why: str) -> SampleFailure:
     return SampleFailure(
         state_key=planned.state_key, tokens=planned.num_tokens, reason=why, detail="the chunk did not get to it", attempts=0
     )
-
-
-def _written(store_root: Path, dataset_id: str, chunk_key: str) -> ChunkFailures | None:
-    try:
-        return ChunkFailures.model_validate_json(failures_path(store_root, dataset_id, chunk_key).read_bytes())
-    except FileNotFoundError:
-        return None

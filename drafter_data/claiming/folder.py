@@ -151,6 +151,13 @@ class DumpFolder:
             os.close(descriptor)
         return True
 
+    def size_of(self, name: str) -> int:
+        """Bytes of an entry; -1 when it is gone. Links are not followed."""
+        try:
+            return os.stat(plain_name(name), dir_fd=self.descriptor, follow_symlinks=False).st_size
+        except OSError:
+            return -1
+
     def free_bytes(self) -> int:
         """Bytes that can still be written there."""
         found = os.fstatvfs(self.descriptor)

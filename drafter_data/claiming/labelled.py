@@ -9,19 +9,24 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from threading import Event
 
 import numpy as np
 
 from data_contracts.dump import ACKNOWLEDGEMENT, FILE_PREFIX, RID_PREFIX, TEMPORARY_PREFIX, name_of, rid_prefix_of
 from data_contracts.identity import StoreIdentity
 from drafter_data.claiming.folder import DumpFolder
+from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
-from drafter_data.errors import DumpMissing, DumpRejected
-from drafter_data.safetensors_file import MalformedFile, TensorFile
+from drafter_data.errors import DumpMissing, DumpRejected, SampleError
+from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
 
 MAX_HEADER_BYTES = 1 << 16
+SETTLE_SECONDS = 5.0
+_FINAL = frozenset({"hostile-entry", "hostile-name", "proof-failed"})
+"""Reasons that waiting cannot cure."""
 _RANGE = re.compile(r"(\d{8})-(\d{8})\.safetensors$")
 
 
@@ -43,8 +48,10 @@ class _Piece:
 class LabelledClaims:
     """Claims dumps by their label. Run locks tell the files of a living pipeline from those that a killed one left."""
 
-    def __init__(self, folder: DumpFolder, identity: StoreIdentity, run: str) -> None:
+    def __init__(self, folder: DumpFolder, identity: StoreIdentity, run: str, proof: LogprobProof | None = None) -> None:
+        self.stopped = Event()
         self._folder = folder
+        self._proof = proof
         self._identity = identity
         folder.lock(_run_lock(run), f"run {run}, process {os.getpid()}")
         self._run = run
@@ -54,21 +61,72 @@ class LabelledClaims:
         return f"{RID_PREFIX}{self._run}-{number}"
 
     def claim(self, request: PrefillRequest, reply: PrefillReply, deadline: float) -> ClaimedDump:
-        """Waits for the dump of a request. Raises DumpMissing, or DumpRejected with what differs."""
-        label = f"request {request.request_id}"
-        _check_acknowledgement(reply, label)
-        pause = 0.0005
+        """Waits for the dump of a request. Raises DumpMissing, or DumpRejected with what differs.
+
+        A file that is not as it should be may still be growing or be replaced: it is looked at again until the deadline, or until
+        it has not changed for `SETTLE_SECONDS`.
+        """
+        _check_acknowledgement(reply, f"request {request.request_id}")
+        pause, sizes, since = 0.0005, "", time.monotonic()
+        wrong: DumpRejected | None = None
         while True:
-            pieces = self._pieces(request)
-            if pieces is not None:
-                return self._claimed(request, pieces)
-            if time.monotonic() >= deadline:
-                raise DumpMissing(
-                    f"{label} ({request.tokens} tokens): answered, but no complete dump under {self._folder.path} in time; "
-                    "is the capture hook loaded, and is that the folder it writes to?"
-                )
-            time.sleep(pause)
+            try:
+                pieces = self._pieces(request)
+                if pieces is not None:
+                    return self._proven(self._claimed(request, pieces), reply)
+            except DumpRejected as error:
+                if error.reason in _FINAL:
+                    raise
+                wrong = error
+            now = time.monotonic()
+            if wrong is not None and sizes != (found := self._sizes(request)):
+                sizes, since = found, now
+            if now >= deadline or (wrong is not None and now - since > SETTLE_SECONDS):
+                raise wrong or self._missing(request, reply)
+            if self.stopped.wait(pause):
+                raise DumpMissing(f"request {request.request_id}: no longer waited for", reason="interrupted")
             pause = min(pause * 2, 0.02)
+
+    def _sizes(self, request: PrefillRequest) -> str:
+        """Names and sizes of what a request has left so far."""
+        prefix = rid_prefix_of(request.request_id)
+        return " ".join(f"{name}:{self._folder.size_of(name)}" for name in sorted(self._folder.names()) if name.startswith(prefix))
+
+    def _missing(self, request: PrefillRequest, reply: PrefillReply) -> SampleError:
+        label = f"request {request.request_id} ({request.tokens} tokens)"
+        ranges = self._ranges(request)
+        if ranges and ranges[0][0] > 0:
+            return DumpRejected(
+                f"{label}: only the rows {', '.join(f'{start}..{end}' for start, end in ranges)} were dumped, the engine says that "
+                f"{reply.cached_tokens} tokens came from its prefix cache: start it with --disable-radix-cache",
+                reason="cached-prefix",
+            )
+        if ranges:
+            found = ", ".join(f"{start}..{end}" for start, end in ranges)
+            return DumpMissing(f"{label}: only the rows {found} were dumped in time", reason="row-count")
+        return DumpMissing(
+            f"{label}: answered, but no complete dump under {self._folder.path} in time; is the capture hook loaded, and is that "
+            "the folder it writes to?"
+        )
+
+    def _proven(self, dump: ClaimedDump, reply: PrefillReply) -> ClaimedDump:
+        """The label names the request; the reply's log-probabilities show that the states are its too, where they can be read.
+
+        States that are not finite, or zeros, are left to the commit, which names them.
+        """
+        final_h = as_float32(dump.states_slh[-1, -1], dump.dtype)
+        if self._proof is None or not np.isfinite(final_h).all() or not final_h.any():
+            return dump
+        error = self._proof.error(final_h, reply.top_logprobs)
+        if error is not None and error > self._proof.tolerance:
+            dump.close()
+            raise DumpRejected(
+                f"request {dump.request_id}: label and token ids are its own, but the final state does not give the reply's "
+                f"log-probabilities (off by {error:.3g} nats, tolerance {self._proof.tolerance:.3g}): another prompt's states, "
+                "another norm or another layer",
+                reason="proof-failed",
+            )
+        return replace(dump, proof_error=error)
 
     def _pieces(self, request: PrefillRequest) -> list[_Piece] | None:
         """All pieces, opened, when they cover the prompt; None while some are missing."""
@@ -81,7 +139,15 @@ class LabelledClaims:
             return None
         if any(before[1] != after[0] for before, after in pairwise(ranges)):
             return None
-        return [self._open(name_of(request.request_id, start, end), start, end) for start, end in ranges]
+        pieces: list[_Piece] = []
+        try:
+            for start, end in ranges:
+                pieces.append(self._open(name_of(request.request_id, start, end), start, end))
+        except BaseException:
+            for piece in pieces:
+                piece.close()
+            raise
+        return pieces
 
     def _ranges(self, request: PrefillRequest) -> list[tuple[int, int]]:
         prefix = rid_prefix_of(request.request_id)
@@ -184,7 +250,9 @@ class LabelledClaims:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Removes the run lock; the folder's close gives it back."""
+        """Removes what came after its request was given up, and the run lock; the folder's close gives it back."""
+        for name in [name for name in self._folder.names() if self._run_of(name) == self._run]:
+            self._folder.remove(name)
         self._folder.remove(_run_lock(self._run))
 
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import xxhash
 
 from data_contracts.identity import StoreIdentity
 from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, open_regular
@@ -21,6 +22,7 @@ from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, PassMixed
 from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.verification import hash_and_check
 
 FOLDER_PREFIX = "req_"
 STRAY_SECONDS = 60.0
@@ -28,6 +30,8 @@ MIXED_PASS_SECONDS = 1.0
 """How long after the reply a dump of the right count may still come when a larger one is there: the patch writes
 before it answers.
 """
+SETTLE_SECONDS = 5.0
+"""How long after the reply its dump may still come when one of the right count was refused."""
 MAX_META_BYTES = 1 << 16
 
 
@@ -38,7 +42,8 @@ class _Seen:
     number: int
     at: float
     tokens: int | None = None
-    refused: set[str] = field(default_factory=set[str])
+    defect: str = ""
+    refused: dict[str, DumpRejected] = field(default_factory=dict[str, DumpRejected])
 
 
 class UnlabelledClaims:
@@ -48,6 +53,7 @@ class UnlabelledClaims:
         self, folder: DumpFolder, identity: StoreIdentity, proof: LogprobProof | None, *, exclusive: bool, run: str
     ) -> None:
         folder.lock(LOCK_NAME, f"run {run}, process {os.getpid()}")
+        self.stopped = threading.Event()
         self._folder = folder
         self._identity = identity
         self._proof = proof
@@ -84,9 +90,12 @@ class UnlabelledClaims:
             with self._lock:
                 self._scan()
                 candidates, larger = self._candidates(request), self._larger(request)
+                refused = self._refused(request)
             dump = self._settle(request, reply, candidates)
             if dump is not None:
                 return dump
+            if refused and time.monotonic() - start > SETTLE_SECONDS:
+                raise refused
             if larger and time.monotonic() - start > MIXED_PASS_SECONDS:
                 raise PassMixed(
                     f"request {request.request_id}: no dump of {request.tokens} tokens, but {larger} has more: its pass "
@@ -94,13 +103,37 @@ class UnlabelledClaims:
                     "requests in; start the engine with --prefill-max-requests 1"
                 )
             if time.monotonic() >= deadline:
-                raise DumpMissing(
-                    f"request {request.request_id}: answered, but no complete dump of {request.tokens} tokens appeared under "
-                    f"{self._folder.path} in time; is that the folder the engine dumps to, and did a cached prefix shorten "
-                    "the pass?"
-                )
-            time.sleep(pause)
+                raise refused or self._missing(request, reply)
+            if self.stopped.wait(pause):
+                raise DumpMissing(f"request {request.request_id}: no longer waited for", reason="interrupted")
             pause = min(pause * 2, 0.02)
+
+    def _refused(self, request: PrefillRequest) -> DumpRejected | None:
+        """Why a dump of the right count was not this request's (under the lock)."""
+        return next((seen.refused[request.request_id] for seen in self._seen.values() if request.request_id in seen.refused), None)
+
+    def _missing(self, request: PrefillRequest, reply: PrefillReply) -> DumpMissing:
+        """Says what came instead. Dumps carry no label, so with more requests in flight this is a guess."""
+        label = f"request {request.request_id} ({request.tokens} tokens)"
+        with self._lock:
+            sent = self._open[request.request_id][0]
+            wanted = {tokens for _, tokens in self._open.values()}
+            born = [seen for seen in self._seen.values() if seen.number > sent]
+        counts = sorted({seen.tokens for seen in born if seen.tokens is not None and seen.tokens > 1 and seen.tokens not in wanted})
+        if reply.cached_tokens:
+            return DumpMissing(
+                f"{label}: no dump of all its tokens; the engine says that {reply.cached_tokens} came from its prefix cache: start "
+                "it with --disable-radix-cache",
+                reason="cached-prefix",
+            )
+        if defect := next((seen.defect for seen in born if seen.defect), ""):
+            return DumpMissing(f"{label}: the dump that came is not whole: {defect}", reason="dump-malformed")
+        if counts:
+            return DumpMissing(f"{label}: only dumps of {', '.join(map(str, counts))} tokens came in time", reason="row-count")
+        return DumpMissing(
+            f"{label}: answered, but no complete dump of its size appeared under {self._folder.path} in time; is that the folder "
+            "the engine dumps to?"
+        )
 
     def _scan(self) -> None:
         """Takes in new folders and completes known ones (under the lock)."""
@@ -110,9 +143,11 @@ class UnlabelledClaims:
             del self._seen[gone]
         for name in names - self._seen.keys():
             self._seen[name] = _Seen(self._scans, time.monotonic())
+        wanted, fresh = {tokens for _, tokens in self._open.values()}, time.monotonic() - SETTLE_SECONDS
         for name, seen in self._seen.items():
-            if seen.tokens is None:
-                seen.tokens = self._complete_tokens(name)
+            # A young dump of a count that nobody waits for may be an early version of one.
+            if seen.tokens is None or (seen.tokens > 1 and seen.tokens not in wanted and seen.at > fresh and self._open):
+                seen.tokens, seen.defect = self._complete_tokens(name)
         if self._exclusive:
             self._sweep_strays()
 
@@ -140,8 +175,11 @@ class UnlabelledClaims:
                 )
             return self._read(request, candidates[0]) if candidates else None
         for name in candidates:
-            dump = self._read(request, name)
-            error = self._proof.error(self._final_h(dump), reply.top_logprobs)
+            try:
+                dump = self._read(request, name)
+            except (FileNotFoundError, MalformedFile):
+                continue  # written again, or removed, since it was whole; the next scan takes it anew
+            error = self._proof.error(as_float32(dump.states_slh[-1, -1], dump.dtype), reply.top_logprobs)
             if error is None:
                 raise DumpRejected(
                     f"request {request.request_id}: the reply has no usable top log-probabilities for the proof", reason="no-proof"
@@ -150,36 +188,47 @@ class UnlabelledClaims:
                 return replace(dump, proof="token-count+logprobs", proof_error=error)
             with self._lock:
                 if name in self._seen:
-                    self._seen[name].refused.add(request.request_id)
+                    self._seen[name].refused[request.request_id] = self._refusal(request, name, dump, error)
         return None
 
-    def _final_h(self, dump: ClaimedDump) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return as_float32(dump.states_slh[-1, -1], dump.dtype)
+    def _refusal(self, request: PrefillRequest, name: str, dump: ClaimedDump, error: float) -> DumpRejected:
+        assert self._proof is not None
+        try:
+            hash_and_check(dump.states_slh, dump.dtype, xxhash.xxh3_128(), f"request {request.request_id}, dump {name}")
+        except DumpRejected as found:
+            return found
+        return DumpRejected(
+            f"request {request.request_id}: dump {name} has its {request.tokens} tokens, but its final state does not give the "
+            f"reply's log-probabilities (off by {error:.3g} nats, tolerance {self._proof.tolerance:.3g}): another request's dump, "
+            "another norm or another layer",
+            reason="proof-failed",
+        )
 
-    def _complete_tokens(self, name: str) -> int | None:
+    def _complete_tokens(self, name: str) -> tuple[int | None, str]:
         """The pass's token count when every layer's file is whole; None while the folder is being written, -1 when it
-        never can be.
+        never can be. And what is wrong, where something is.
         """
         try:
             descriptor = self._folder.open_subfolder(name)
-        except (FileNotFoundError, DumpRejected):
-            return -1
+        except (FileNotFoundError, DumpRejected) as error:
+            return -1, str(error)
         try:
             meta = _read_meta(descriptor)
             if meta is None:
-                return None
+                return None, f"{name} has no meta.json"
             tokens = int(str(meta["num_tokens"]))
             if meta.get("final_norm", self._identity.final_norm) != self._identity.final_norm:
-                return -1
+                return -1, f"{name}: final state {meta['final_norm']!s:.20} the norm, expected {self._identity.final_norm}"
             for layer in self._identity.layers:
                 with _open_layer(descriptor, layer) as file:
                     if file.tensors["hidden_states"].shape != (tokens, self._identity.hidden_size):
-                        return -1
-            return tokens
-        except (FileNotFoundError, MalformedFile, ValueError, KeyError):
-            return None
-        except (DumpRejected, TypeError):
-            return -1
+                        # It may be replaced by a newer version, so it is looked at again.
+                        return None, f"{name}/{file.name}: {file.tensors['hidden_states'].shape}, meta.json says {tokens} tokens"
+            return tokens, ""
+        except (FileNotFoundError, MalformedFile, ValueError, KeyError) as error:
+            return None, f"{name}: {error}"
+        except (DumpRejected, TypeError) as error:
+            return -1, str(error)
         finally:
             os.close(descriptor)
 

@@ -130,6 +130,10 @@ class Engine(Protocol):
         """Whether the engine answers or has dumped lately: a busy engine is alive."""
         ...
 
+    def interrupt(self) -> None:
+        """Ends all waiting for replies and dumps, for good: the session is being closed."""
+        ...
+
     def close(self) -> None:
         """Gives back the dump folder and connections."""
         ...

@@ -13,8 +13,6 @@ from drafter_data.claiming.unlabelled import UnlabelledClaims
 from drafter_data.engines.base import ClaimedDump, EngineInfo, PrefillReply, PrefillRequest
 from drafter_data.engines.sglang_http import SGLangClient
 
-LIFE_SECONDS = 30.0
-
 
 class SGLangEngine:
     """An SGLang server and the folder that it dumps to."""
@@ -28,7 +26,7 @@ class SGLangEngine:
         self._last_dump_at = time.monotonic()
         run = secrets.token_hex(4)
         if info.labelled:
-            self._claims: LabelledClaims | UnlabelledClaims = LabelledClaims(folder, info.identity, run)
+            self._claims: LabelledClaims | UnlabelledClaims = LabelledClaims(folder, info.identity, run, proof)
         else:
             self._claims = UnlabelledClaims(folder, info.identity, proof, exclusive=exclusive, run=run)
         self._numbers = count()
@@ -79,8 +77,14 @@ class SGLangEngine:
         return self._folder.free_bytes()
 
     def alive(self) -> bool:
-        """Whether the engine answers, or has dumped in the last half minute: a busy engine is alive."""
-        return self._client.ready() or time.monotonic() - self._last_dump_at < LIFE_SECONDS
+        """Whether a forward pass of the engine's own succeeds, or a dump came while that was waited for: a busy engine is alive."""
+        start = time.monotonic()
+        return (self._client.ready() and self._client.works()) or self._last_dump_at > start
+
+    def interrupt(self) -> None:
+        """Ends all waiting for replies and dumps, for good."""
+        self._client.interrupt()
+        self._claims.stopped.set()
 
     def close(self) -> None:
         """Gives back the dump folder."""

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import requests
+from urllib3.exceptions import NewConnectionError
 
 from drafter_data.engines.base import PrefillReply, PrefillRequest
+from drafter_data.engines.interruptible import OpenSockets
 from drafter_data.errors import EngineLost, PreflightRefused, RequestRefused, SampleError
 
 MAX_REPLY_BYTES = 8 << 20
@@ -32,6 +34,18 @@ class EngineUnreachable(EngineLost):
     reason = "engine-unreachable"
 
 
+class EngineSilent(EngineUnreachable):
+    """The request was taken and not answered in time."""
+
+    reason = "engine-silent"
+
+
+class EngineBroke(EngineUnreachable):
+    """The connection broke in mid-request."""
+
+    reason = "engine-broke"
+
+
 class JsonClient:
     """One base URL that speaks JSON; a connection a thread, kept alive."""
 
@@ -39,13 +53,17 @@ class JsonClient:
         self.url = url.rstrip("/")
         self._timeout = (5.0, timeout_seconds)
         self._local = threading.local()
+        self._sockets = OpenSockets()
 
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # a proxy between us and a loopback engine would only be a mistake
+            session = self._local.session = self._sockets.session()
         return session
+
+    def interrupt(self) -> None:
+        """Breaks off all requests, now and in future: they raise EngineUnreachable at once."""
+        self._sockets.interrupt()
 
     def _json(
         self,
@@ -67,7 +85,7 @@ class JsonClient:
                 text = _bounded(response)
                 status = response.status_code
         except requests.RequestException as error:
-            raise EngineUnreachable(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
+            raise _unreachable(error)(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
         if status in TRANSIENT_STATUSES:
             raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
         if status >= 400:
@@ -136,9 +154,26 @@ class SGLangClient(JsonClient):
         except requests.RequestException:
             return False
 
+    def works(self) -> bool:
+        """Whether the server answers `/health_generate`, which runs a forward pass of its own."""
+        try:
+            return self._session().get(f"{self.url}/health_generate", timeout=(2.0, 20.0)).status_code == 200
+        except requests.RequestException:
+            return False
+
     def flush_cache(self) -> None:
         """Empties the prefix cache."""
         self._json("POST", "/flush_cache", b"", "/flush_cache")
+
+
+def _unreachable(error: requests.RequestException) -> type[EngineUnreachable]:
+    if isinstance(error, (requests.ConnectTimeout, requests.exceptions.SSLError)):
+        return EngineUnreachable
+    if isinstance(error, requests.Timeout):
+        return EngineSilent
+    cause = error.args[0] if error.args else None
+    never_connected = isinstance(getattr(cause, "reason", None), NewConnectionError)
+    return EngineUnreachable if never_connected or not isinstance(error, requests.ConnectionError) else EngineBroke
 
 
 def _bounded(response: requests.Response) -> bytes:

@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 from itertools import count
+from threading import Event
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class VllmEngine:
         self._run = secrets.token_hex(4)
         self._numbers = count()
         self._last_dump_at = time.monotonic()
+        self._stopped = Event()
         folder.lock(_run_lock(self._run), f"run {self._run}, process {os.getpid()}")
 
     def describe(self) -> EngineInfo:
@@ -117,7 +119,8 @@ class VllmEngine:
             if time.monotonic() >= deadline:
                 state = "still locked" if descriptor >= 0 else "without a lock file"
                 raise DumpMissing(f"request {request.request_id} ({request.tokens} tokens): {name} was {state} in time")
-            time.sleep(pause)
+            if self._stopped.wait(pause):
+                raise DumpMissing(f"request {request.request_id}: no longer waited for", reason="interrupted")
             pause = min(pause * 2, 0.02)
 
     def release(self, dump: ClaimedDump) -> None:
@@ -151,6 +154,11 @@ class VllmEngine:
     def alive(self) -> bool:
         """Whether the engine answers, or has dumped in the last half minute: a busy engine is alive."""
         return self._client.healthy() or time.monotonic() - self._last_dump_at < LIFE_SECONDS
+
+    def interrupt(self) -> None:
+        """Ends all waiting for replies and dumps, for good."""
+        self._client.interrupt()
+        self._stopped.set()
 
     def close(self) -> None:
         """Removes what is left of this run and gives back the dump folder."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 
-from data_contracts.extraction import GateReport
+from data_contracts.extraction import ChunkResult, GateReport
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.plan import Plan
 from data_contracts.preflight import PreflightReport
 from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.connect import connect
+from drafter_data.errors import LeaseHeld
 from drafter_data.extraction.chunk import extract_chunk
 from drafter_data.extraction.progress import Reporter, Snapshot
 from drafter_data.extraction.session import ExtractionSession, SessionSettings, shared_session
@@ -53,7 +54,7 @@ def run_campaign(
     with shared_session(settings) as session:
         reporter = Reporter(session.snapshot, report, REPORT_SECONDS) if report else None
         try:
-            _extract_all(session, pending_chunks(plan, session.store))
+            extract_all(session, pending_chunks(plan, session.store))
         finally:
             if reporter:
                 reporter.close()
@@ -87,14 +88,23 @@ def pending_chunks(plan: Plan, store: Store) -> list[int]:
     return [int(index) for index in np.unique(missing_samples(store, plan).chunk_n)]
 
 
-def _extract_all(session: ExtractionSession, chunks: list[int]) -> None:
+def extract_all(session: ExtractionSession, chunks: list[int]) -> None:
+    """Runs the chunks, two at a time; those that another run holds come last, and are waited for. Raises what stopped one."""
     with ThreadPoolExecutor(CHUNKS_AT_ONCE, thread_name_prefix="chunk") as pool:
-        futures = [pool.submit(extract_chunk, session, index) for index in chunks]
         try:
-            for future in futures:
+            futures = {pool.submit(extract_chunk, session, index, wait=False): index for index in chunks}
+            held = [futures[future] for future in as_completed(futures) if _is_held(future)]
+            for future in as_completed([pool.submit(extract_chunk, session, index) for index in held]):
                 future.result()
-        finally:
-            for future in futures:
-                future.cancel()
-            if any(future.done() and not future.cancelled() and future.exception() for future in futures):
-                session.extractor.stop.set()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            session.interrupt()
+            raise
+
+
+def _is_held(future: Future[ChunkResult]) -> bool:
+    try:
+        future.result()
+    except LeaseHeld:
+        return True
+    return False

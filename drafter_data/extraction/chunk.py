@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, as_completed
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from data_contracts.extraction import FAILURES_FOLDER, ChunkFailures, ChunkResult, SampleFailure
 from data_contracts.plan import Chunk
 from data_contracts.receipt import Receipt
-from drafter_data.errors import DrafterDataError, SampleError, StoreError, StoreFull, TooManyFailures
+from drafter_data.errors import DrafterDataError, Interrupted, LeaseHeld, SampleError, StoreError, StoreFull, TooManyFailures
 from drafter_data.extraction.sample import Extracted, SampleWork
 from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
@@ -23,25 +26,46 @@ from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
 from drafter_data.safetensors_file import as_float32
 from drafter_data.verification import relative_frobenius
 
+LEASE_POLL_SECONDS = 1.0
 Outcome = tuple[Receipt, Extracted] | SampleFailure
 
 
-def extract_chunk(session: ExtractionSession, chunk_index: int) -> ChunkResult:
+def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = True) -> ChunkResult:
     """Extracts what the store lacks of a chunk and writes down what failed.
 
-    Raises LeaseHeld, EngineLost, StoreFull, TooManyFailures or OSError when the chunk cannot go on; what was committed stays and a
-    next run goes on from there. Failed samples alone raise nothing: they are in the result and in the failures file.
+    While another run holds the chunk it is waited for; with `wait` off LeaseHeld is raised at once. Raises EngineLost, StoreFull,
+    StoreError, TooManyFailures or Interrupted when the chunk cannot go on; what was committed stays and a next run goes on from
+    there. Failed samples alone raise nothing: they are in the result and in the failures file.
     """
     chunk = session.plan.chunks[chunk_index]
+    try:
+        with _held(session, chunk.key, wait=wait):
+            session.store.refresh()
+            run = _ChunkRun(session, chunk)
+            try:
+                return run.extract()
+            except DrafterDataError as error:
+                write_failures(session.store.root, session.plan.dataset_id, run.failures_record(error.reason))
+                raise
+    except OSError as error:
+        raise _store_error(session.store.root, error) from error
+
+
+@contextmanager
+def _held(session: ExtractionSession, chunk_key: str, *, wait: bool) -> Generator[None]:
+    """Holds the chunk's lease. The lease of a holder that is gone ends by itself (store/leases.py)."""
     holder = f"pid {os.getpid()} on {socket.gethostname()}"
-    with session.store.lease(chunk.key, holder):
-        session.store.refresh()
-        run = _ChunkRun(session, chunk)
-        try:
-            return run.extract()
-        except DrafterDataError as error:
-            write_failures(session.store.root, session.plan.dataset_id, run.failures_record(error.reason))
-            raise
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(session.store.lease(chunk_key, holder))
+                break
+            except LeaseHeld:
+                if not wait:
+                    raise
+            if session.extractor.stop.wait(LEASE_POLL_SECONDS):
+                raise Interrupted("the run was stopped while it waited for a chunk that another run holds")
+        yield
 
 
 class _ChunkRun:
@@ -52,11 +76,14 @@ class _ChunkRun:
         self._chunk = chunk
         self._failures: list[SampleFailure] = []
         self._retried = 0
+        record = read_failures(session.store.root, session.plan.dataset_id, chunk.key)
+        self._before = {failure.state_key: failure for failure in record.failures} if record else {}
 
     def extract(self) -> ChunkResult:
         session, chunk, start = self._session, self._chunk, time.monotonic()
         planned = chunk_rows(session.store.root, session.plan.dataset_id, chunk.index)
-        missing = [one for one in planned if one.state_key not in session.store]
+        lacking = [one for one in planned if one.state_key not in session.store]
+        missing = self._without_quarantined(lacking)
         session.check_space(sum(one.num_tokens for one in missing) * session.bytes_per_token)
         size = self._extract_missing(missing)
         rechecked = self._recheck(missing)
@@ -65,8 +92,8 @@ class _ChunkRun:
             chunk_index=chunk.index,
             chunk_key=chunk.key,
             samples=len(planned),
-            reused=len(planned) - len(missing),
-            extracted=len(missing) - len(self._failures),
+            reused=len(planned) - len(lacking),
+            extracted=len(lacking) - len(self._failures),
             tokens=sum(one.num_tokens for one in missing),
             bytes=size,
             seconds=time.monotonic() - start,
@@ -74,6 +101,13 @@ class _ChunkRun:
             rechecked=rechecked,
             failures=tuple(self._failures),
         )
+
+    def _without_quarantined(self, lacking: list[PlannedSample]) -> list[PlannedSample]:
+        """Leaves out what failed so often, in earlier runs of the chunk too, that it is not tried again; it stays a failure."""
+        most = self._session.settings.extraction.quarantine_attempts
+        quarantined = {key for key, failure in self._before.items() if most and failure.attempts >= most}
+        self._failures += [self._before[one.state_key] for one in lacking if one.state_key in quarantined]
+        return [one for one in lacking if one.state_key not in quarantined]
 
     def failures_record(self, stopped_by: str) -> ChunkFailures:
         """What failed so far, for the gate."""
@@ -84,12 +118,11 @@ class _ChunkRun:
     def _extract_missing(self, missing: list[PlannedSample]) -> int:
         """Sends all missing samples; returns the bytes committed."""
         session, size = self._session, 0
-        futures = [session.executor.submit(session.extractor.extract, work, self._chunk.key) for work in self._works(missing)]
+        waiting = _Waiting(self._works(missing), session)
+        futures = [session.executor.submit(waiting.extract_next, self._chunk.key) for _ in missing]
         try:
             for future in as_completed(futures):
                 size += self._settle(future.result())
-        except OSError as error:
-            raise _store_error(session.store.root, error) from error
         finally:
             # Nothing of this chunk may still write once its lease is given back.
             for future in futures:
@@ -100,7 +133,8 @@ class _ChunkRun:
     def _settle(self, outcome: Outcome) -> int:
         session = self._session
         if isinstance(outcome, SampleFailure):
-            self._failures.append(outcome)
+            before = self._before.get(outcome.state_key)
+            self._failures.append(outcome.model_copy(update={"attempts": outcome.attempts + (before.attempts if before else 0)}))
             if session.failed():
                 raise TooManyFailures(
                     f"{session.settings.extraction.stop_after_failures} samples failed in a row, the last with {outcome.reason}: "
@@ -131,18 +165,36 @@ class _ChunkRun:
             except SampleError as error:
                 self._fail(work, error)
                 continue
-            if distance > session.settings.tolerance:
-                self._fail(
-                    work,
-                    SampleError(
-                        f"sample {work.state_key[:12]}: extracted again it differs by {distance:.2e} (relative Frobenius), "
-                        "tolerance "
-                        f"{session.settings.tolerance:.2e}: one of the two is another prompt's; the state is dropped",
-                        reason="recheck-differs",
-                    ),
-                )
-                session.store.discard({work.state_key: "recheck-differs"})
+            if not distance <= session.settings.tolerance:
+                self._extract_anew(work, distance)
         return len(chosen)
+
+    def _extract_anew(self, work: SampleWork, distance: float) -> None:
+        """One of two extractions is wrong and none can say which: the state leaves the store and must come twice alike."""
+        session = self._session
+        session.store.discard({work.state_key: "recheck-differs"})
+        outcome = session.extractor.extract(work, self._chunk.key)
+        if isinstance(outcome, SampleFailure):
+            self._failures.append(outcome)
+            return
+        self._retried += 1
+        try:
+            again = self._distance(work)
+            if again <= session.settings.tolerance:
+                return
+        except SampleError as error:
+            session.store.discard({work.state_key: error.reason})
+            self._fail(work, error)
+            return
+        session.store.discard({work.state_key: "recheck-differs"})
+        self._fail(
+            work,
+            SampleError(
+                f"sample {work.state_key[:12]}: extracted again it differs by {again:.2e} (relative Frobenius), before by "
+                f"{distance:.2e}, tolerance {session.settings.tolerance:.2e}: the engine's dumps are not its own; see its flags",
+                reason="recheck-differs",
+            ),
+        )
 
     def _fail(self, work: SampleWork, error: SampleError) -> None:
         self._failures.append(
@@ -156,9 +208,31 @@ class _ChunkRun:
             again = session.extractor.fetch(work).dump
             try:
                 stored = session.store.read(work.state_key)
-                return relative_frobenius(as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype))
+                with np.errstate(all="ignore"):
+                    return relative_frobenius(
+                        as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype)
+                    )
             finally:
                 session.engine.release(again)
+
+
+class _Waiting:
+    """The samples of a chunk that no worker has taken yet."""
+
+    def __init__(self, works: list[SampleWork], session: ExtractionSession) -> None:
+        self._works = works
+        self._session = session
+        self._lock = threading.Lock()
+
+    def extract_next(self, chunk_key: str) -> Outcome:
+        """Extracts the next sample that may go at once, or else the next one."""
+        window = self._session.window
+        with self._lock:
+            work = self._works.pop(window.pick(work.tokens for work in self._works))
+        try:
+            return self._session.extractor.extract(work, chunk_key)
+        finally:
+            window.forget(work.tokens)
 
 
 def failures_path(store_root: Path, dataset_id: str, chunk_key: str) -> Path:
@@ -175,9 +249,21 @@ def write_failures(store_root: Path, dataset_id: str, record: ChunkFailures) -> 
         path.unlink(missing_ok=True)
 
 
+def read_failures(store_root: Path, dataset_id: str, chunk_key: str) -> ChunkFailures | None:
+    """What an earlier run of the chunk wrote down."""
+    try:
+        return ChunkFailures.model_validate_json(failures_path(store_root, dataset_id, chunk_key).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
 def _store_error(root: Path, error: OSError) -> StoreError:
-    kind = StoreFull if error.errno == 28 else StoreError
-    return kind(f"store {root} cannot take a state: {error.strerror}; free space or mend the disk and retry the run")
+    kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+    return kind(
+        f"store {root} cannot be written to: {error.strerror}; free space or mend the disk and retry the run, which goes on where "
+        "it stopped",
+        reason="store-read-only" if error.errno == errno.EROFS else None,
+    )
 
 
 def _wait(futures: list[Future[Outcome]]) -> None:

@@ -1,7 +1,7 @@
 """One sample through the engine into the store: send, claim, verify, commit, release; again with a new request id when it fails.
 
-This is the one place where a request is tried again. A 4xx answer never is. An engine that does not answer is waited for within a
-bound; that costs no attempt, since it says nothing about the sample.
+This is the one place where a request is tried again. A 4xx answer never is. What is the engine's trouble (`patience.py`) is waited
+out within a bound and costs no attempt, since it says nothing about the sample.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from numpy.typing import NDArray
 from data_contracts.extraction import SampleFailure
 from data_contracts.receipt import Receipt
 from drafter_data.engines.base import ClaimedDump, Engine, PrefillReply, PrefillRequest
-from drafter_data.engines.sglang_http import EngineUnreachable
-from drafter_data.errors import DumpAmbiguous, EngineLost, PassMixed, RequestRefused, SampleError
+from drafter_data.engines.sglang_http import EngineBusy, EngineUnreachable
+from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, Interrupted, PassMixed, RequestRefused, SampleError
+from drafter_data.extraction.outliers import FAR, Outliers, signature_of
+from drafter_data.extraction.patience import Patience
 from drafter_data.extraction.window import Window
+from drafter_data.safetensors_file import as_float32
 from drafter_data.store.store import Store
+from drafter_data.verification import relative_frobenius
 
 BACKOFF_SECONDS = 0.2
 MOST_BACKOFF_SECONDS = 10.0
 MOST_MIXED_PASSES = 20
+AGREEING = 3
+"""Extractions that must agree before states that look unlike all others are believed."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,13 @@ class SampleWork:
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """How long and how often."""
+    """How long and how often. `tolerance`: relative Frobenius distance of two extractions of one prompt."""
 
     attempts: int
     dump_timeout_seconds: float
     engine_wait_seconds: float
     state_bytes_per_token: int
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,34 +68,44 @@ class Extracted:
 class SampleExtractor:
     """Extracts single samples; called from many threads."""
 
-    def __init__(self, engine: Engine, store: Store, window: Window, limits: SampleLimits) -> None:
+    def __init__(
+        self, engine: Engine, store: Store, window: Window, limits: SampleLimits, outliers: Outliers | None = None
+    ) -> None:
         self._engine = engine
         self._store = store
         self._window = window
         self._limits = limits
+        self._outliers = outliers or Outliers()
         self.stop = Event()
+        self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
 
     def extract(self, work: SampleWork, chunk: str) -> tuple[Receipt, Extracted] | SampleFailure:
-        """Brings one state into the store, or says why not. Raises EngineLost, StoreError or OSError, which stop the chunk."""
+        """Brings one state into the store, or says why not. Raises EngineLost, Interrupted, StoreError or OSError, which stop
+        the chunk.
+        """
         alone, attempt, mixed = False, 1, 0
         while True:
             try:
                 return self._attempt(work, chunk, attempt, alone=alone)
-            except RequestRefused as error:
-                return _failure(work, error, attempt)
+            except (RequestRefused, EngineBusy) as error:
+                last = error
+                if isinstance(error, RequestRefused) or error.reason == EngineBusy.reason:
+                    return _failure(work, error, attempt)  # refused, or busy throughout our patience
+                attempt += 1
             except PassMixed as error:
                 last, mixed = error, mixed + 1
             except SampleError as error:
                 last, alone = error, alone or isinstance(error, DumpAmbiguous)
                 attempt += 1
-            if attempt > self._limits.attempts or mixed > MOST_MIXED_PASSES or self.stop.is_set():
+            if attempt > self._limits.attempts or mixed > MOST_MIXED_PASSES:
                 return _failure(work, last, attempt + mixed - 1)
-            self._pause(attempt)
+            self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
     def _attempt(self, work: SampleWork, chunk: str, attempt: int, *, alone: bool) -> tuple[Receipt, Extracted]:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
             extracted = self.fetch(work, alone=alone)
             try:
+                self._check_likeness(work, extracted.dump)
                 receipt = self._store.commit(
                     extracted.dump,
                     work.state_key,
@@ -105,41 +122,67 @@ class SampleExtractor:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
         waiting bound.
         """
-        lost_since: float | None = None
+        trouble = self._patience.begin()
         while True:
+            if self.stop.is_set():
+                raise Interrupted("the run was stopped: start it again, it goes on where it stopped")
             request = PrefillRequest(self._engine.new_request_id(), work.state_key, work.token_ids_s)
+            sent_at = time.monotonic()
             try:
-                with self._window.slot(work.tokens, alone=alone) as in_flight:
+                with self._window.slot(work.tokens, alone=alone or trouble.suspect) as in_flight:
+                    sent_at = time.monotonic()
                     reply = self._engine.send(request)
+                    self._patience.answered()
                     _check_reply(request, reply)
                     dump = self._engine.claim(request, reply, time.monotonic() + self._limits.dump_timeout_seconds)
                 return Extracted(dump, reply, in_flight)
-            except EngineUnreachable as error:
+            except (EngineUnreachable, EngineBusy) as error:
                 self._engine.abandon(request)
-                lost_since = lost_since or time.monotonic()
-                self._wait_for_engine(error, lost_since)
-            except SampleError:
+                trouble.wait_out(error, sent_at)  # no slot is held while waiting
+            except SampleError as error:
                 self._engine.abandon(request)
-                raise
+                raise self._explained(error, work) from error
 
-    def _wait_for_engine(self, error: EngineUnreachable, since: float) -> None:
-        """Returns when the engine answers again. Raises EngineLost when it has not within the bound, counted from the
-        first failure.
-        """
-        pause = BACKOFF_SECONDS
-        while True:
-            if time.monotonic() - since >= self._limits.engine_wait_seconds or self.stop.is_set():
-                raise EngineLost(
-                    f"{error}; not back within {self._limits.engine_wait_seconds:.0f} s: start the engine and retry the run, "
-                    "which goes on where it stopped"
-                ) from error
-            self.stop.wait(pause)
-            pause = min(pause * 2, MOST_BACKOFF_SECONDS)
-            if self._engine.alive():
-                return
+    def _explained(self, error: SampleError, work: SampleWork) -> SampleError:
+        """A dump that is missing because the dump folder is full says so."""
+        if not isinstance(error, DumpMissing) and error.reason != "capture-failed":
+            return error
+        need, free = work.tokens * self._limits.state_bytes_per_token, self._engine.free_bytes()
+        if free >= 2 * need:
+            return error
+        return DumpMissing(
+            f"{error}; the dump folder has {free / 1e6:.1f} MB free and a dump of {work.tokens} tokens takes {need / 1e6:.1f} MB: "
+            "remove what fills it, or enlarge the RAM disk",
+            reason="dump-folder-full",
+        )
 
-    def _pause(self, attempt: int) -> None:
-        self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
+    def _check_likeness(self, work: SampleWork, dump: ClaimedDump) -> None:
+        """States that are unlike all others are extracted again until enough extractions agree. Raises DumpRejected."""
+        if dump.states_slh.ndim != 3 or len(dump.states_slh) != work.tokens or dump.states_slh.shape[1] < 2:
+            return  # commit says what is wrong with it
+        with np.errstate(all="ignore"):
+            signature = signature_of(dump.states_slh, dump.dtype)
+            deviation = self._outliers.deviation(signature)
+        if deviation is not None and not deviation <= FAR:
+            for _ in range(AGREEING - 1):
+                distance = self.distance(work, dump)
+                if not distance <= self._limits.tolerance:
+                    raise DumpRejected(
+                        f"sample {work.state_key[:12]}: its states are unlike the store's others ({deviation:.0f} deviations) and "
+                        f"extracted again they differ by {distance:.2e} (relative Frobenius)",
+                        reason="states-unlike",
+                    )
+        if np.isfinite(signature).all():
+            self._outliers.add(signature)
+
+    def distance(self, work: SampleWork, dump: ClaimedDump) -> float:
+        """Relative Frobenius distance of a new extraction to a dump."""
+        again = self.fetch(work).dump
+        try:
+            with np.errstate(all="ignore"):
+                return relative_frobenius(as_float32(again.states_slh, again.dtype), as_float32(dump.states_slh, dump.dtype))
+        finally:
+            self._engine.release(again)
 
 
 def _check_reply(request: PrefillRequest, reply: PrefillReply) -> None:

@@ -6,8 +6,9 @@ import shutil
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine
 from drafter_data.engines.connect import connect
-from drafter_data.errors import StoreFull
+from drafter_data.errors import StateCorrupt, StoreFull
+from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.sample import SampleExtractor, SampleLimits
 from drafter_data.extraction.window import Window
@@ -29,6 +31,7 @@ from drafter_data.store.store import Store
 
 DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
+SIGNATURES_READ = 64
 COMMIT_THREADS = 16
 """Commits beside the requests: file systems merge the fsyncs of many threads into few journal commits."""
 
@@ -77,7 +80,9 @@ class ExtractionSession:
                 dump_timeout_seconds=settings.extraction.dump_timeout_seconds,
                 engine_wait_seconds=settings.engine_wait_seconds,
                 state_bytes_per_token=self.bytes_per_token,
+                tolerance=settings.tolerance,
             ),
+            known_signatures(self.store),
         )
         self._in_a_row = 0
         self._lock = threading.Lock()
@@ -133,14 +138,33 @@ class ExtractionSession:
             dump_bytes=self.window.bytes_in_flight, in_flight=self.window.in_flight, forecast=self.forecast()
         )
 
+    def interrupt(self) -> None:
+        """Stops what is under way: requests are broken off, their samples stay missing, chunks raise Interrupted."""
+        self.extractor.stop.set()
+        self.engine.interrupt()
+
     def close(self) -> None:
         """Stops what is under way, keeps the cost history, gives back engine and store."""
-        self.extractor.stop.set()
+        self.interrupt()
         self.executor.shutdown(wait=True, cancel_futures=True)
-        self.costs.save(self.costs_path)
+        with suppress(OSError):  # of a full or read-only store the chunks have told; the cost history can wait
+            self.costs.save(self.costs_path)
         self.engine.sweep()  # what a killed run had in flight the engine dumped after our preflight
         self.engine.close()
         self.store.close()
+
+
+def known_signatures(store: Store) -> Outliers:
+    """What the states of a store look like, from some of them."""
+    outliers = Outliers()
+    for receipt in islice(store.receipts(), SIGNATURES_READ):
+        try:
+            view = store.read(receipt.state_key)
+        except StateCorrupt:
+            continue  # fsck's affair
+        outliers.add(signature_of(view.states_slh, view.dtype))
+        view.close()
+    return outliers
 
 
 def state_bytes_per_token(store: Store) -> int:

@@ -7,7 +7,8 @@ alone when a claim was ambiguous.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 
@@ -24,6 +25,7 @@ class Window:
         self._requests = 0
         self._bytes = 0
         self._lengths: set[int] = set()
+        self._planned: Counter[int] = Counter()
         self._alone_waiting = 0
         self._exclusive = False
 
@@ -41,6 +43,30 @@ class Window:
     def limit(self) -> int:
         """Most requests open at once."""
         return self._limit
+
+    def pick(self, lengths: Iterable[int]) -> int:
+        """Place of the first of the waiting prompts' `lengths` that no worker has taken yet, else 0; `forget` gives it back.
+
+        A worker that took a length twice over would only wait in `slot` while others could go.
+        """
+        with self._changed:
+            chosen = first = None
+            for place, tokens in enumerate(lengths):
+                first = tokens if first is None else first
+                if not self._lengths_must_differ or not self._planned[tokens]:
+                    chosen = (place, tokens)
+                    break
+            assert first is not None, "no prompts wait"
+            place, tokens = chosen or (0, first)
+            self._planned[tokens] += 1
+            return place
+
+    def forget(self, tokens: int) -> None:
+        """The worker has done with a prompt of that length."""
+        with self._changed:
+            self._planned[tokens] -= 1
+            if not self._planned[tokens]:
+                del self._planned[tokens]
 
     @contextmanager
     def space(self, size: int) -> Generator[None]:

@@ -1,0 +1,62 @@
+"""States that look unlike the store's others: layers one off, layouts transposed, what no single file can show.
+
+A signature is the logarithm of each stored layer's root mean square and of each two layers' distance, over some rows of a sample.
+What deviates is not condemned but extracted again and compared. Tensor legend: R rows looked at, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_data.safetensors_file import as_float32
+
+MOST_ROWS = 64
+ENOUGH = 8
+MOST_KEPT = 256
+FAR = 10.0
+"""Deviations from the median, in robust standard deviations, that make a sample suspicious."""
+_FLOOR = 0.02
+_TO_SIGMA = 1.4826
+
+
+def signature_of(states_slh: NDArray[np.generic], dtype: str) -> NDArray[np.float64]:
+    """[L * (L + 1) / 2] logarithms; rows are spread over the prompt, the first one (an attention sink in most models) left out."""
+    tokens = len(states_slh)
+    rows = np.unique(np.linspace(min(1, tokens - 1), tokens - 1, MOST_ROWS).astype(int))
+    wide_rlh = as_float32(states_slh[rows], dtype).astype(np.float64)
+    sizes = np.log(np.sqrt(np.mean(np.square(wide_rlh), axis=2)) + 1e-30)
+    first, second = np.triu_indices(wide_rlh.shape[1], 1)
+    apart = np.log(np.sqrt(np.mean(np.square(wide_rlh[:, first] - wide_rlh[:, second]), axis=2)) + 1e-30)
+    return np.median(np.concatenate([sizes, apart], axis=1), axis=0)
+
+
+class Outliers:
+    """Signatures of committed samples, the newest of them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[NDArray[np.float64]] = deque(maxlen=MOST_KEPT)
+
+    def add(self, signature: NDArray[np.float64]) -> None:
+        """Takes in a sample that is right."""
+        with self._lock:
+            self._kept.append(signature)
+
+    @property
+    def known(self) -> int:
+        """How many samples are the measure."""
+        return len(self._kept)
+
+    def deviation(self, signature: NDArray[np.float64]) -> float | None:
+        """Largest distance from the median in robust standard deviations; None while too few samples are known."""
+        with self._lock:
+            kept = np.array(self._kept)
+        if len(kept) < ENOUGH:
+            return None
+        middle = np.median(kept, axis=0)
+        scale = _TO_SIGMA * np.median(np.abs(kept - middle), axis=0) + _FLOOR
+        return float(np.max(np.abs(signature - middle) / scale))
