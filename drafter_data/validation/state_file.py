@@ -91,7 +91,8 @@ def read_signature(path: Path, identity: StoreIdentity) -> tuple[Signature, NDAr
             expected = (len(ids_s), len(identity.layers), identity.hidden_size)
             if file.tensors["hidden_states"].dtype != identity.dtype or states_slh.shape != expected or not len(ids_s):
                 return None
-            signature = signature_of(states_slh, identity.dtype)
+            with np.errstate(all="ignore"):  # a damaged state may be anything; it is left out, and named by its own check
+                signature = signature_of(states_slh, identity.dtype)
             return (signature, np.array(ids_s)) if np.isfinite(signature.shape_ll).all() else None
     except (MalformedFile, OSError):
         return None
