@@ -30,13 +30,19 @@ def in_one_line(
         return stages(*args, **kwargs)
     except DrafterDataError as error:
         get_run_logger().error("%s: %s", error.reason, error)
-        return Failed(message=f"{error.reason}: {str(error).splitlines()[0]}")
+        return Failed(message=f"{error.reason}: {_one_line(str(error))}")
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
         message = f"disk: {error.strerror}: {error.filename}; free space or mend the disk, then retry this run, which goes on there"
         get_run_logger().error(message)
         return Failed(message=message)
+
+
+def _one_line(message: str) -> str:
+    """The message, where a log's tail follows it with the tail's last line: the whole of it is in the log of the run."""
+    first, *tail = message.splitlines()
+    return f"{first} {tail[-1].strip()}" if tail else first
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data_contracts.parameters import EngineParameters
+from drafter_data.claiming.folder import DumpFolder
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.launch import SINGLE_THREADED, embedded_command, free_port
 from drafter_data.engines.launch import bytes_per_token, checked_layers, configuration_of
@@ -63,6 +64,7 @@ def running_engine(settings: EngineParameters, workspace: Workspace) -> Generato
             reason="model-missing",
         )
     dump_folder = _dump_folder(settings, workspace)
+    DumpFolder.open(dump_folder).close()  # refused here, not by an engine that does not start
     port = free_port()
     argv, env, ready_seconds = _command(settings, model, dump_folder, port)
     with EngineProcess(

@@ -50,7 +50,7 @@ def stop(process: StartedProcess) -> None:
     if not process.alive():
         _reap(process.pid)
         return
-    started = _descendants(process.pid)
+    started = descendants(process.pid)
     _end([one for one in started if _group(one.pid) == one.pid])
     _end([process])
     _end([one for one in started if one.alive()])
@@ -74,7 +74,8 @@ def _end(processes: Sequence[StartedProcess]) -> None:
             time.sleep(0.05)
 
 
-def _descendants(pid: int) -> list[StartedProcess]:
+def descendants(pid: int) -> list[StartedProcess]:
+    """All that a process has started, directly or not, as far as it is still its child."""
     parents: dict[int, list[StartedProcess]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (found := _stat(int(entry.name))) is not None:

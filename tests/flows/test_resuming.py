@@ -1,0 +1,129 @@
+"""Retry in the UI, and kill -9 of a flow in mid-chunk: what is stored is never extracted again, what is missing is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from data_contracts.dataset import DatasetRecord
+from drafter_data.dataset import Dataset
+from drafter_data.files import TEMPORARY_PREFIX
+from drafter_data.planning import chunk_rows, load_plan
+from drafter_data.store.store import Store
+from drafter_data.validation import validate_store
+from flows.local.following import artifact, follow, read_run, send
+from flows.local.processes import descendants
+from flows.local.services import Services
+from tests.flows.conftest import Door, parameters, write_run
+
+LIMIT_SECONDS = 240.0
+FAILING = (3, 7)
+
+
+def keys_of_chunks(store: Path, dataset: DatasetRecord, chunks: tuple[int, ...]) -> set[str]:
+    return {one.state_key for index in chunks for one in chunk_rows(store, dataset.dataset_id, index)}
+
+
+def retry_as_the_ui_does(services: Services, run_id: str) -> None:
+    state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+    reply = requests.post(f"{services.api}/flow_runs/{run_id}/set_state", json={"state": state, "force": True}, timeout=30)
+    assert reply.json()["status"] == "ACCEPT"
+
+
+def chunk_tasks(services: Services, run_id: str, flow_run_count: int) -> list[tuple[str, str]]:
+    body = {"flow_runs": {"id": {"any_": [run_id]}}}
+    found: list[dict[str, Any]] = requests.post(f"{services.api}/task_runs/filter", json=body, timeout=30).json()
+    mine = [one for one in found if one["flow_run_run_count"] == flow_run_count and one["name"].startswith("chunk ")]
+    return sorted((one["name"].split(":")[0], one["state_type"]) for one in mine)
+
+
+def test_retry_of_a_run_with_two_failed_chunks_extracts_exactly_those(services: Services, door: Door, tmp_path: Path) -> None:
+    run, work = write_run(tmp_path / "run.jsonl", 80), tmp_path / "work"
+    store = work / "store"
+
+    def in_a_failing_chunk(key: str) -> bool:
+        if not list(store.glob("plans/*/plan.json")):
+            return False  # the preflight's canary
+        return key in keys_of_chunks(store, Dataset.open(work / "dataset").record, FAILING)
+
+    door.refuses = in_a_failing_chunk
+    engine = {"url": door.url, "dump_folder": str(tmp_path / "dumps")}
+    run_id = send(services, "extract-100k", parameters(run, work, engine=engine))
+    first = follow(services, run_id, print, timeout_seconds=LIMIT_SECONDS)
+
+    record = Dataset.open(work / "dataset").record
+    failed = keys_of_chunks(store, record, FAILING)
+    assert first["state_type"] == "FAILED"
+    assert first["state"]["message"].startswith("gate-closed: ")
+    assert len(load_plan(store, record.dataset_id).chunks) == 10
+    assert [name for name, state in chunk_tasks(services, run_id, 1) if state == "FAILED"] == ["chunk 3", "chunk 7"]
+    assert [one for one in chunk_tasks(services, run_id, 1) if one[1] == "COMPLETED"] and not (work / "handoff").exists()
+    table = artifact(services, run_id, "failed-chunks")
+    assert table is not None
+    assert [row["chunk"] for row in table["rows"]] == list(FAILING)
+    assert all("request-refused" in row["why"] and "retry" in row["what to do"] for row in table["rows"])
+
+    shutil.rmtree(services.folder / "storage", ignore_errors=True)  # the results cache
+    door.refuses, door.asked = lambda key: False, []
+    retry_as_the_ui_does(services, run_id)
+    wait_for_run_count(services, run_id, 2)
+    second = follow(services, run_id, print, timeout_seconds=LIMIT_SECONDS)
+
+    assert second["state_type"] == "COMPLETED"
+    assert chunk_tasks(services, run_id, 2) == [("chunk 3", "COMPLETED"), ("chunk 7", "COMPLETED")]
+    rows = {sample.state_key for sample in Dataset.open(work / "dataset").samples()}
+    assert sorted(key for key in door.asked if key in rows) == sorted(failed), "each of theirs once, no other"
+    assert validate_store(Store.open(store), Dataset.open(work / "dataset")).errors == 0
+    assert (work / "handoff" / "manifest.json").is_file()
+
+
+def test_kill_of_the_flow_in_mid_chunk_then_a_new_run_extracts_what_is_missing_once(
+    services: Services, door: Door, tmp_path: Path
+) -> None:
+    run, work = write_run(tmp_path / "run.jsonl", 60), tmp_path / "work"
+    store, held = work / "store", threading.Event()
+
+    def hold_back() -> None:
+        door.open.clear()
+        held.set()
+
+    engine = {"url": door.url, "dump_folder": str(tmp_path / "dumps")}
+    given = parameters(run, work, engine=engine, extraction={"chunk_samples": 20})
+    door.after = (32, hold_back)  # the canary and some of the first chunks
+    killed = send(services, "extract-100k", given)
+    assert held.wait(LIMIT_SECONDS)
+    worker = next(process for process in services.running() if process.name == "worker")
+    for process in descendants(worker.pid):
+        os.kill(process.pid, signal.SIGKILL)
+    assert follow(services, killed, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "CRASHED"
+    receipts = {receipt.state_key for receipt in Store.open(store).receipts()}
+    rows = {sample.state_key for sample in Dataset.open(work / "dataset").samples()}
+    assert 0 < len(receipts) < len(rows)
+
+    door.asked = []
+    door.open.set()
+    again = send(services, "extract-100k", given)
+    assert follow(services, again, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "COMPLETED"
+
+    asked = [key for key in door.asked if key in rows]
+    assert not receipts & set(asked), "no prompt is extracted twice whose receipt was written"
+    assert set(asked) == rows - receipts, "none is missing"
+    assert validate_store(Store.open(store), Dataset.open(work / "dataset")).errors == 0
+    assert not list(work.rglob(f"{TEMPORARY_PREFIX}*")), "no temporary file stays"
+    assert not list((tmp_path / "dumps").glob("dd1-*"))
+
+
+def wait_for_run_count(services: Services, run_id: str, count: int) -> None:
+    """Until the worker has taken the run up again."""
+    waited = threading.Event()
+    for _ in range(1200):
+        if read_run(services, run_id)["run_count"] >= count:
+            return
+        waited.wait(0.2)
+    raise AssertionError(f"run {run_id} was not started a {count}th time")
