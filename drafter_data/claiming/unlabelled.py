@@ -19,6 +19,7 @@ import xxhash
 from data_contracts.identity import StoreIdentity
 from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, open_regular
 from drafter_data.claiming.proof import LogprobProof
+from drafter_data.claiming.pt_layer import PtLayer
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, PassMixed
 from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
@@ -287,9 +288,13 @@ def _read_meta(folder_descriptor: int) -> dict[str, object] | None:
         os.close(descriptor)
 
 
-def _open_layer(folder_descriptor: int, layer: int) -> TensorFile:
+def _open_layer(folder_descriptor: int, layer: int) -> TensorFile | PtLayer:
+    """A layer's file, safetensors or, from patches older still, .pt. Raises FileNotFoundError when neither is there."""
     name = f"layer_{layer}.safetensors"
-    descriptor = open_regular(name, folder_descriptor)
+    try:
+        descriptor = open_regular(name, folder_descriptor)
+    except FileNotFoundError:
+        return _open_pt_layer(folder_descriptor, f"layer_{layer}.pt")
     try:
         file = TensorFile.of_descriptor(descriptor, name, 1 << 16)
     finally:
@@ -297,3 +302,11 @@ def _open_layer(folder_descriptor: int, layer: int) -> TensorFile:
     if set(file.tensors) != {"hidden_states"}:
         raise MalformedFile(f"{name}: expected the tensor hidden_states, found {sorted(file.tensors)[:4]}")
     return file
+
+
+def _open_pt_layer(folder_descriptor: int, name: str) -> PtLayer:
+    descriptor = open_regular(name, folder_descriptor)
+    try:
+        return PtLayer.of_descriptor(descriptor, name)
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Running:
     configuration: Configuration
     url: str
     dump_folder: Path
+    make: Callable[[], EngineProcess]
     process: EngineProcess
 
     def parameters(self, kind: str | None = None, **changes: Any) -> EngineParameters:
@@ -81,6 +83,7 @@ class Running:
     def restart(self) -> None:
         """Starts the same command again."""
         self.process.stop()
+        self.process = self.make()
         self.process.start()
 
 
@@ -103,10 +106,10 @@ class Engines:
         start = _vllm if configuration.engine == "vllm" else _sglang
         argv, env, ready = start(configuration, dump_folder, port)
         log = self._logs / f"{configuration.name}.log"
-        process = EngineProcess(argv, env=env, log=log, ready_url=ready, ready_timeout_seconds=READY_SECONDS)
-        self._running = Running(configuration, f"http://127.0.0.1:{port}", dump_folder, process)
+        make = partial(EngineProcess, argv, env=env, log=log, ready_url=ready, ready_timeout_seconds=READY_SECONDS)
+        self._running = Running(configuration, f"http://127.0.0.1:{port}", dump_folder, make, make())
         self.starts.append(configuration.name)
-        process.start()
+        self._running.process.start()
         return self._running
 
     def stop(self) -> None:

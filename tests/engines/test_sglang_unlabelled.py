@@ -26,6 +26,11 @@ def older_form(hooks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def still_older_form(hooks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with layers in .pt files."""
+    return [{**hook, "config": {**hook["config"], "suffix": "pt"}} for hook in older_form(hooks)]
+
+
 def test_unlabelled_one_request_a_pass_eight_in_flight_none_wrong(
     engines: Engines, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -45,8 +50,9 @@ def test_unlabelled_one_request_a_pass_eight_in_flight_none_wrong(
     assert errors.largest <= FP32
 
 
-def test_unlabelled_mixed_passes_allow_one_in_flight(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
-    running = engines.running(Configuration("unlabelled-mixed", models["llama"], flags=("--dtype", "float32"), hooks=older_form))
+def test_unlabelled_mixed_passes_in_pt_files_allow_one_in_flight(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
+    flags = ("--dtype", "float32")
+    running = engines.running(Configuration("unlabelled-mixed", models["llama"], flags=flags, hooks=still_older_form))
     prompts = prompts_of(30, 1, 400, seed=22)
     with health_checks(running):
         report, dataset, store = extract(

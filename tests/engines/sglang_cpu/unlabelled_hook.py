@@ -1,13 +1,14 @@
 """Tests only: leaves dumps in the form of older patches, from a real SGLang. Loaded by the server through --forward-hooks.
 
 Per forward PASS, of whatever is in it (also health checks, other clients and decode steps): `req_<counter>/` under its final name,
-in it `layer_<Hugging Face index>.safetensors` for each layer (the final state before the norm last) and, at the end, `meta.json`.
+in it `layer_<Hugging Face index>.safetensors` (or .pt) for each layer, the final state before the norm last, and then `meta.json`.
 """
 
 import itertools
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 _numbers = itertools.count()
@@ -31,7 +32,10 @@ def logits(config):
         target = folder / f"req_{next(_numbers):08d}"
         target.mkdir()
         for layer, states_th in zip(layers, [*columns, *_before_norm], strict=True):
-            save_file({"hidden_states": states_th.contiguous()}, target / f"layer_{layer}.safetensors")
+            if config.get("suffix") == "pt":
+                torch.save(states_th.contiguous(), target / f"layer_{layer}.pt")
+            else:
+                save_file({"hidden_states": states_th.contiguous()}, target / f"layer_{layer}.safetensors")
         (target / "meta.json").write_text(json.dumps({"num_tokens": rows, "final_norm": "pre"}))
 
     return hook
