@@ -153,7 +153,7 @@ def state_header(shape_slh: tuple[int, int, int], dtype: str, header_bytes: int 
 
 def decode_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """bfloat16 bit patterns to float32: the upper half of the float's bits."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
 def as_float32(states: NDArray[Any], dtype: str) -> NDArray[np.float32]:

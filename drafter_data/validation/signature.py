@@ -69,10 +69,12 @@ def _log_sizes(states_rlh: Floats) -> Doubles:
     """Log root-mean-square of layers and of their differences, [R, L, L]."""
     layers = states_rlh.shape[1]
     square_rll = np.empty((len(states_rlh), layers, layers))
+    apart_rh = np.empty((len(states_rlh), states_rlh.shape[2]), dtype=np.float32)
     for a in range(layers):
         square_rll[:, a, a] = _mean_square(states_rlh[:, a])
         for b in range(a):
-            square_rll[:, a, b] = square_rll[:, b, a] = _mean_square(states_rlh[:, a] - states_rlh[:, b])
+            np.subtract(states_rlh[:, a], states_rlh[:, b], out=apart_rh)
+            square_rll[:, a, b] = square_rll[:, b, a] = _mean_square(apart_rh)
     return 0.5 * np.log(square_rll + 1e-30)
 
 
@@ -81,12 +83,20 @@ def _mean_square(states_rh: Floats) -> Doubles:
 
 
 def _projected(states_rh: Floats) -> Floats:
-    """Random projection (Johnson and Lindenstrauss 1984), as unit vectors: angles survive, sizes do not."""
-    projected_rp = states_rh @ _projection(states_rh.shape[1])
+    """Random projection as unit vectors: angles survive, sizes do not. Each dimension is added to one of P sums under a random sign
+    (Charikar, Chen and Farach-Colton 2002).
+
+    Not a matrix product: BLAS would start threads of its own within each of ours, which cost more than all else.
+    """
+    rows, hidden = states_rh.shape
+    signs_kp = _signs(hidden)
+    padded_rh = np.pad(states_rh, ((0, 0), (0, signs_kp.size - hidden))) if signs_kp.size > hidden else states_rh
+    projected_rp = np.einsum("rkp,kp->rp", padded_rh.reshape(rows, *signs_kp.shape), signs_kp)
     return projected_rp / (np.linalg.norm(projected_rp, axis=1, keepdims=True) + np.float32(1e-30))
 
 
 @lru_cache(maxsize=8)
-def _projection(hidden: int) -> Floats:
-    signs_hp = np.random.default_rng(hidden).integers(0, 2, (hidden, PROJECTED)) * 2 - 1
-    return signs_hp.astype(np.float32)
+def _signs(hidden: int) -> Floats:
+    """Signs [K, P] of the dimensions, in order, filled up to a multiple of P."""
+    signs_kp = np.random.default_rng(hidden).integers(0, 2, (-(-hidden // PROJECTED), PROJECTED)) * 2 - 1
+    return signs_kp.astype(np.float32)

@@ -131,5 +131,6 @@ def _head(path: Path, count: int) -> bytes:
 def layer_rms(states_slh: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     """Root mean square of each stored layer over up to 64 evenly spaced tokens, float64 [L]."""
     step = max(1, len(states_slh) // MEASURED_TOKENS)
-    picked_slh = as_float32(states_slh[::step], dtype).astype(np.float64)
-    return np.sqrt(np.mean(np.square(picked_slh), axis=(0, 2)))
+    picked_slh = as_float32(states_slh[::step], dtype)
+    square_sl = np.einsum("slh,slh->sl", picked_slh, picked_slh).astype(np.float64) / picked_slh.shape[2]
+    return np.sqrt(square_sl.mean(axis=0))
