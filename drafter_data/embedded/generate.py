@@ -31,9 +31,9 @@ def generate(
     The same arguments and generator give the same ids on one machine. Raises ValueError for an empty prompt.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + new_tokens[i])
+    by_need = sorted(range(len(prompts)), key=lambda i: new_tokens[i])
     for first in range(0, len(prompts), _TOGETHER):
-        members = sorted(by_length[first : first + _TOGETHER], key=lambda i: -new_tokens[i])
+        members = sorted(by_need[first : first + _TOGETHER], key=lambda i: -new_tokens[i])
         batch = _Batch(model, [prompts[i] for i in members], [new_tokens[i] for i in members])
         for member, ids in zip(members, batch.run(allowed_v, temperature, rng), strict=True):
             answers[member] = ids

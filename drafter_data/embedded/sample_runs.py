@@ -46,8 +46,8 @@ class _Shape:
     prompt_share: float
 
 
-_SHORT = _Shape(median_tokens=110, sigma=0.6, prompt_share=0.35)
-_LONG = _Shape(median_tokens=420, sigma=0.75, prompt_share=0.7)
+_SHORT = _Shape(median_tokens=110, sigma=0.6, prompt_share=0.4)
+_LONG = _Shape(median_tokens=420, sigma=0.75, prompt_share=0.75)
 
 
 @dataclass(frozen=True)
