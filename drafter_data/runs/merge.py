@@ -25,7 +25,7 @@ from drafter_data.runs.report import check_outcome, lines_before, named_conflict
 from drafter_data.runs.scratch import check_target, publish, scratch_folder
 from drafter_data.runs.sources import Run, find_runs
 from drafter_data.runs.units import Unit, cut_into_units, estimated_bytes
-from drafter_data.tokenising.chat import load_chat_tokenizer
+from drafter_data.tokenising.chat import ChatTokenizer, load_chat_tokenizer
 from drafter_data.version import code_version
 
 PARTITION_BYTES: Final = 32 << 20
@@ -51,13 +51,13 @@ def merge_runs(
     options.check()
     check_target(out)
     runs = find_runs(sources)
-    load_chat_tokenizer(options.tokenize)  # what cannot be loaded is refused before anything is read
+    loaded = load_chat_tokenizer(options.tokenize)  # what cannot be loaded is refused before anything is read
     with scratch_folder(out) as scratch:
         work = scratch / "spill"
         work.mkdir()
         reports, finished = _merge(runs, work, scratch, options, workers)
         shutil.rmtree(work)
-        return publish(scratch, out, _record(scratch / ROWS_FILE, reports, finished, options))
+        return publish(scratch, out, _record(scratch / ROWS_FILE, reports, finished, options, loaded))
 
 
 def check_runs(sources: Sequence[str], options: MergeOptions, *, workers: int | None = None) -> tuple[RunReport, ...]:
@@ -91,8 +91,9 @@ def _write_quarantine(path: Path, work: Path, runs: Sequence[Run], units: Sequen
             out.write(json.dumps(entry) + "\n")
 
 
-def _record(rows: Path, reports: tuple[RunReport, ...], finished: Finished, options: MergeOptions) -> DatasetRecord:
-    tokenizer = load_chat_tokenizer(options.tokenize)
+def _record(
+    rows: Path, reports: tuple[RunReport, ...], finished: Finished, options: MergeOptions, tokenizer: ChatTokenizer
+) -> DatasetRecord:
     return DatasetRecord(
         dataset_id=finished.dataset_id,
         rows=sum(report.kept for report in reports),

@@ -35,13 +35,15 @@ def holds_lines(file: RunFile) -> bool:
     """Whether a JSON file holds one record a line, and not an array or a record over several lines."""
     with opened(file) as handle:
         head = handle.read(_SNIFFED_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
+    first, _, rest = head.partition(b"\n")
     if head.startswith(b"["):
-        return False
-    if ".json" not in file.name.replace(".jsonl", "") or head.count(b"\n") == 0:
-        return True
-    first, _, _ = head.partition(b"\n")
+        return bool(rest.strip()) and _is_json(first)
+    return ".jsonl" in file.name or ".ndjson" in file.name or not rest or _is_json(first)
+
+
+def _is_json(line: bytes) -> bool:
     try:
-        orjson.loads(first)
+        orjson.loads(line)
     except orjson.JSONDecodeError:
         return False
     return True

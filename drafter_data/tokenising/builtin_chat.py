@@ -7,6 +7,7 @@ one difference on purpose: a control token that a turn's text spells stays text.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +29,7 @@ class BuiltinChat:
         self.tokenizer_hash = hash_of_files([FOLDER / "tokenizer.json"])
         self.template_hash = hash_of_files([FOLDER / "chat_template.jinja"])
         self._options = options
-        self._tokenizer = BuiltinTokenizer()
+        self._tokenizer = _shared_tokenizer()
         self._newline = self._tokenizer.encode("\n")
         self._token_bytes = np.array([len(token) for token in self._tokenizer.token_bytes])
 
@@ -65,6 +66,11 @@ class BuiltinChat:
             return first, end
         last_byte = len(_HEADER) + thought + content
         return first, start + int(np.searchsorted(ends_in_bytes, last_byte, side="left")) + (last_byte > first_byte)
+
+
+@cache
+def _shared_tokenizer() -> BuiltinTokenizer:
+    return BuiltinTokenizer()
 
 
 def _parts(turn: Turn) -> tuple[str, str, str]:
