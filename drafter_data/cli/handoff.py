@@ -22,6 +22,7 @@ from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.folder import check_folder
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.job import job_command, run_job
+from drafter_data.trainers.options import parse_options
 from drafter_data.trainers.registry import trainer_named
 
 JOB_LOG = "job.log"
@@ -34,7 +35,7 @@ def handoff(
     trainer: str = "ridge",
     model: Path | None = None,
     out: Path | None = None,
-    option: Annotated[dict[str, str] | None, Parameter(name="--option")] = None,
+    option: Annotated[tuple[str, ...], Parameter(name="--option", negative="")] = (),
     launch: bool = False,
     print_command: Annotated[bool, Parameter(name="--print", negative="")] = False,
     check: Path | None = None,
@@ -59,8 +60,8 @@ def handoff(
     out
         Folder to make. One that holds this very hand-off is left as it is.
     option
-        `--option.NAME VALUE`, for example `--option.draft_vocab_size 32000`, `--option.nproc 8`, `--option.validation_share 0.05`,
-        `--option.submit "sbatch --wait --wrap"`; what the hand-off does not know becomes a flag of the trainer.
+        `--option NAME=VALUE`, as often as needed: `draft_vocab_size=32000`, `nproc=8`, `validation_share=0.05`,
+        `submit="sbatch --wait --wrap"`; what the hand-off does not know becomes a flag of the trainer.
     launch
         Start the training job and watch it to its end.
     print_command
@@ -74,7 +75,7 @@ def handoff(
         return _check(check, json)
     if dataset is None or store is None or out is None:
         raise UsageError("expected DATASET STORE --out DIR, or --check DIR; see --help")
-    chosen, options = trainer_named(trainer), option or {}
+    chosen, options = trainer_named(trainer), parse_options(option)
     opened = Store.open(store)
     try:
         manifest = hand_off(chosen, Dataset.open(dataset), opened, out, model=model or _recorded_model(opened), options=options)

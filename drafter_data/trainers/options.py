@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from drafter_data.errors import UsageError
 
@@ -17,6 +17,17 @@ OWN_OPTIONS = {
     "silence_seconds": "end the job when it writes nothing for so long (default: half an hour and the time to read all files)",
 }
 """Every option that the hand-off itself reads. `env.NAME` sets a variable for the job."""
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE` each. Raises UsageError."""
+    options: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise UsageError(f"option {text!r}: expected NAME=VALUE", reason="bad-option")
+        options[name] = value
+    return options
 
 
 def fraction(options: Mapping[str, str], name: str, default: float) -> float:
