@@ -24,7 +24,7 @@ from drafter_data.runs.pool import process_units
 from drafter_data.runs.report import check_outcome, lines_before, named_conflicts, quarantine_entries, run_reports
 from drafter_data.runs.scratch import check_target, publish, scratch_folder
 from drafter_data.runs.sources import Run, find_runs
-from drafter_data.runs.units import Unit, cut_into_units, estimated_bytes
+from drafter_data.runs.units import UNIT_BYTES, Unit, cut_into_units, estimated_bytes
 from drafter_data.tokenising.chat import ChatTokenizer, load_chat_tokenizer
 from drafter_data.version import code_version
 
@@ -72,7 +72,7 @@ def _merge(
     runs: Sequence[Run], work: Path, target: Path | None, options: MergeOptions, workers: int | None
 ) -> tuple[tuple[RunReport, ...], Finished]:
     """Reads, selects, and writes rows and quarantine into `target`; where that is None, only counts."""
-    units = cut_into_units(runs)
+    units = cut_into_units(runs, UNIT_BYTES)
     partitions = max(1, min(_MOST_PARTITIONS, estimated_bytes(units) // PARTITION_BYTES))
     unit_reports = process_units(units, work, partitions, options, workers=workers, keys_only=target is None)
     before = lines_before(units, unit_reports)

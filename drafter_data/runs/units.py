@@ -39,7 +39,7 @@ class Unit:
         return self.start == 0
 
 
-def cut_into_units(runs: Sequence[Run], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+def cut_into_units(runs: Sequence[Run], unit_bytes: int) -> list[Unit]:
     """All pieces of all runs, in the order of run, file and place."""
     units: list[Unit] = []
     for number, run in enumerate(runs):
