@@ -32,7 +32,7 @@ def sglang(
     final_norm: FinalNorm = "pre",
     via: Literal["aux", "input_layernorm", "plugin"] | None = None,
     port: Port = 30000,
-    python: str = "python3",
+    python: str | None = None,
     print_: Print = False,
     json: bool = False,
 ) -> None:
@@ -56,7 +56,7 @@ def sglang(
     port
         The server's port.
     python
-        The interpreter of the environment that SGLang is installed in.
+        The interpreter of the environment that SGLang is installed in. Default: $DRAFTER_DATA_SGLANG_PYTHON, or python3.
     print_
         Print the command instead of running it.
     json
@@ -81,7 +81,7 @@ def vllm(
     dump_folder: Path,
     layers: str | None = None,
     port: Port = 8000,
-    program: str = "vllm",
+    program: str | None = None,
     print_: Print = False,
     json: bool = False,
 ) -> None:
@@ -100,14 +100,19 @@ def vllm(
     port
         The server's port.
     program
-        The `vllm` program.
+        The `vllm` program. Default: $DRAFTER_DATA_VLLM, or vllm.
     print_
         Print the command instead of running it.
     json
         The same as JSON, with the bytes that a token will take.
     """
     command = vllm_command(
-        model, dump_folder, layers=parse_layers(layers) if layers else None, port=port, program=(program,), flags=more
+        model,
+        dump_folder,
+        layers=parse_layers(layers) if layers else None,
+        port=port,
+        program=(program,) if program else (),
+        flags=more,
     )
     _print_or_run(command, dump_folder, print_=print_, json=json, program_option="--program")
 

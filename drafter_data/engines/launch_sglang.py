@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from drafter_data.checkpoints import Checkpoint
 from drafter_data.engines.hook_config import CaptureVia, HookConfig, capture_hooks
 from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, configuration_of, option
 
+PYTHON_VARIABLE = "DRAFTER_DATA_SGLANG_PYTHON"
 CAPTURE_FOLDER = Path(next(iter(capture.__path__)))
 
 _SHIFTS_BY_FIRST_ID = ("DeepseekV2", "DeepseekV3", "DeepseekV32", "KimiK25", "GlmMoeDsa")
@@ -38,11 +40,12 @@ def sglang_command(
     final_norm: FinalNorm = "pre",
     via: CaptureVia | None = None,
     port: int = 30000,
-    python: str = "python3",
+    python: str | None = None,
     flags: Sequence[str] = (),
 ) -> LaunchCommand:
     """Builds the command. `layers` are Hugging Face indices (None: 2, n/2, n-3, n); `via` None picks by the model's architecture.
 
+    `python` is the interpreter of SGLang's environment; None takes it from DRAFTER_DATA_SGLANG_PYTHON, which is how a flow is told.
     `flags` are added at the end (`--tp-size 8` and so on). Reads the model's configuration only, so it works before the weights are
     there. Raises InputError for layers that the model has not.
     """
@@ -51,7 +54,7 @@ def sglang_command(
     chosen = via or _way_for(checkpoint, wanted)
     hook = HookConfig(absolute(dump_folder), wanted, final_norm, chosen)
     argv = [
-        python, "-m", "sglang.launch_server",
+        python or os.environ.get(PYTHON_VARIABLE, "python3"), "-m", "sglang.launch_server",
         "--model-path", absolute(model),
         "--host", "127.0.0.1",
         "--port", str(port),

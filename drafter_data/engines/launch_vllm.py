@@ -7,12 +7,14 @@ final norm. Its ids must be distinct and ascending: it sorts them silently, and 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, configuration_of, option
 
+PROGRAM_VARIABLE = "DRAFTER_DATA_VLLM"
 CONNECTOR = "ExampleHiddenStatesConnector"
 
 
@@ -22,7 +24,7 @@ def vllm_command(
     *,
     layers: Sequence[int] | None = None,
     port: int = 8000,
-    program: Sequence[str] = ("vllm",),
+    program: Sequence[str] = (),
     connector: str = CONNECTOR,
     connector_module: str | None = None,
     env: Mapping[str, str] | None = None,
@@ -30,6 +32,7 @@ def vllm_command(
 ) -> LaunchCommand:
     """Builds the command. `layers` as for SGLang; `flags` are added at the end (`--tensor-parallel-size 8`, `--max-model-len`, …).
 
+    `program` starts vLLM; when empty it is taken from DRAFTER_DATA_VLLM, which is how a flow is told.
     Set `--max-model-len` to the longest prompt + 1: vLLM refuses a prompt that leaves no room for one token. `connector_module`
     names a module with another connector class. Reads only the configuration. Raises InputError for layers that the model has not.
     """
@@ -48,7 +51,7 @@ def vllm_command(
     if connector_module is not None:
         transfer["kv_connector_module_path"] = connector_module
     argv = [
-        *program, "serve", absolute(model),
+        *(program or (os.environ.get(PROGRAM_VARIABLE, "vllm"),)), "serve", absolute(model),
         "--host", "127.0.0.1",
         "--port", str(port),
         "--speculative-config", json.dumps(speculative, separators=(",", ":")),

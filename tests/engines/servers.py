@@ -18,7 +18,7 @@ import requests
 from data_contracts.parameters import EngineParameters
 from drafter_data.embedded.launch import free_port
 from drafter_data.engines.launch import LaunchCommand
-from drafter_data.engines.launch_sglang import sglang_command
+from drafter_data.engines.launch_sglang import PYTHON_VARIABLE, sglang_command
 from drafter_data.engines.launch_vllm import vllm_command
 from drafter_data.engines.process import EngineProcess
 from tests.engines.environments import HERE, SHIM, sglang_python, vllm_python
@@ -120,6 +120,16 @@ class Engines:
             self._running = None
 
 
+def sglang_environment() -> dict[str, str]:
+    """What SGLang on the CPU needs in its environment, and where a flow finds it."""
+    return {
+        **SGLANG_CPU_ENV,
+        "SGLANG_CPU_OMP_THREADS_BIND": "0",
+        "PYTHONPATH": str(SHIM),
+        PYTHON_VARIABLE: str(sglang_python()),
+    }
+
+
 def _sglang(configuration: Configuration, dump_folder: Path, port: int) -> tuple[list[str], dict[str, str], str]:
     command = sglang_command(
         configuration.model, dump_folder, layers=configuration.layers, via=configuration.via, port=port,
@@ -129,7 +139,7 @@ def _sglang(configuration: Configuration, dump_folder: Path, port: int) -> tuple
     if configuration.hooks is not None:
         place = argv.index("--forward-hooks") + 1
         argv[place] = json.dumps(configuration.hooks(json.loads(argv[place])))
-    env = {**SGLANG_CPU_ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0", **configuration.env}
+    env = {**sglang_environment(), **configuration.env}
     env["PYTHONPATH"] = os.pathsep.join([str(SHIM), *command.search, str(HERE / "sglang_cpu")])
     return argv, env, f"http://127.0.0.1:{port}/ready"
 

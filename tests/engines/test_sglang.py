@@ -19,14 +19,17 @@ import requests
 import torch
 
 from data_contracts.dump import ACKNOWLEDGEMENT, name_of
+from data_contracts.parameters import EngineParameters, StorageParameters
 from drafter_data.dataset import Dataset
+from drafter_data.engines.starting import running_engine
 from drafter_data.errors import PreflightRefused
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
+from drafter_data.workspace import Workspace
 from tests.docs.test_commands import commands_of
 from tests.engines.comparing import assert_complete, errors_of, extract, health_checks, prompts_of
 from tests.engines.reference import Reference
-from tests.engines.servers import Configuration, Engines, Running
+from tests.engines.servers import SGLANG_CPU_FLAGS, Configuration, Engines, Running, sglang_environment
 
 pytestmark = pytest.mark.real_engine
 
@@ -258,3 +261,23 @@ def test_sglang_layers_at_their_input_norms_equal_transformers(engines: Engines,
 def test_sglang_plugin_equals_transformers(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
     configuration = Configuration("plugin", models["llama"], via="plugin", flags=("--dtype", "float32"))
     assert_few_within(engines, configuration, tmp_path, models["llama"])
+
+
+def test_sglang_started_by_the_flow_and_ended_with_it(
+    engines: Engines, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.stop()
+    for name, value in sglang_environment().items():
+        monkeypatch.setenv(name, value)
+    settings = EngineParameters(
+        kind="sglang",
+        model=str(models["llama"]),
+        dump_folder=str(tmp_path / "dumps"),
+        launch_flags=(*SGLANG_CPU_FLAGS, "--dtype", "float32"),
+    )
+    prompts = prompts_of(10, 1, 200, seed=13)
+    with running_engine(settings, Workspace.of(StorageParameters(folder=str(tmp_path / "work")))) as started:
+        report, dataset, store = extract(tmp_path, prompts, started)
+        assert_complete(report, dataset, store)
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"{started.url}/ready", timeout=5)
