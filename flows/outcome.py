@@ -32,7 +32,7 @@ def in_one_line(
         get_run_logger().error("%s: %s", error.reason, error)
         return Failed(message=f"{error.reason}: {_one_line(str(error))}")
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if not _is_of_the_disk(error):
             raise
         message = f"disk: {error.strerror}: {error.filename}; free space or mend the disk, then retry this run, which goes on there"
         get_run_logger().error(message)
@@ -45,8 +45,13 @@ def _one_line(message: str) -> str:
     return f"{first} {tail[-1].strip()}" if tail else first
 
 
+def _is_of_the_disk(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
+
+
 def _without_traceback(record: logging.LogRecord) -> bool:
     """Keeps the line and drops the traceback of failures that say themselves what to do. Anything else is a defect and keeps it."""
-    if record.exc_info and isinstance(record.exc_info[1], (DrafterDataError, FailedRun)):
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (DrafterDataError, FailedRun)) or _is_of_the_disk(error):
         record.exc_info, record.exc_text = None, None
     return True

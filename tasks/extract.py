@@ -94,7 +94,7 @@ def extract_chunks(settings: SessionSettings, chunks: list[Chunk], parameters: E
         try:
             return dict(_failures(session, list(futures), chunk_of))
         except BaseException:  # cancelled: the chunks end within their requests
-            session.extractor.stop.set()
+            session.interrupt()
             raise
 
 
@@ -107,7 +107,7 @@ def _failures(
         if state.is_completed():
             continue
         if isinstance(state.data, STOPS_THE_RUN):
-            session.extractor.stop.set()
+            session.interrupt()
         yield chunk_of[future.task_run_id], str(state.data) if isinstance(state.data, DrafterDataError) else state.message or ""
 
 

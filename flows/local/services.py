@@ -13,13 +13,12 @@ from pathlib import Path
 import requests
 from pydantic import ValidationError
 
-import flows
 from data_contracts.record import Record
 from drafter_data.errors import DrafterDataError, UsageError
 from drafter_data.files import write_atomic
 from flows.local.processes import StartedProcess, start, stop
 
-CHECKOUT = Path(flows.__file__).parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 POOL = "local"
 READY_SECONDS = 120.0
