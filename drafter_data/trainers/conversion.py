@@ -21,9 +21,9 @@ from data_contracts.record import Record
 from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import DrafterDataError, InputError, LeaseHeld
 from drafter_data.files import TEMPORARY_PREFIX, atomic_path, fsync_folder, xxh3_of
+from drafter_data.trainers.folder import PROGRESS_FILE
 from drafter_data.trainers.selection import HandoffRow, exclusion_of
 
-PROGRESS_FILE = "converted.jsonl"
 _QUEUED_A_WORKER = 4
 
 
@@ -58,6 +58,8 @@ def resuming(out: Path, request: str) -> Generator[Path]:
         for other in parent.glob(f"{TEMPORARY_PREFIX}{out.name}.*"):
             if other != partial and len(other.suffix) == 17:
                 shutil.rmtree(other, ignore_errors=True)
+        for unfinished in partial.rglob(f"{TEMPORARY_PREFIX}*"):
+            unfinished.unlink()
         yield partial
         (partial / PROGRESS_FILE).unlink(missing_ok=True)
         fsync_folder(partial)

@@ -25,6 +25,8 @@ from drafter_data.store.store import Store
 from drafter_data.trainers.selection import HandoffRow, Selection
 from drafter_data.version import code_version
 
+PROGRESS_FILE = "converted.jsonl"
+"""A conversion's own record while it runs; no part of the hand-off."""
 CHECKPOINT_FOLDER = "checkpoints"
 """Where a training job writes, inside the hand-off folder."""
 
@@ -134,7 +136,7 @@ def make_manifest(
 
 def _checksums_of_others(folder: Path) -> dict[str, str]:
     """xxh3-128 hex of every file that is neither a state nor the table nor a link (to the verifier), by its path in the folder."""
-    listed = {FILES_FILE, *read_files_table(folder).column("file").to_pylist()}
+    listed = {FILES_FILE, PROGRESS_FILE, *read_files_table(folder).column("file").to_pylist()}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {name: xxh3_of(folder / name) for name in names if name not in listed}
 
