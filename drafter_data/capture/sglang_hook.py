@@ -25,7 +25,8 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 import torch
@@ -295,7 +296,21 @@ class Acknowledgements(list):
 
     def __getitem__(self, index):
         value = super().__getitem__(index)
-        return value.result(timeout=WAIT_SECONDS + 5) if isinstance(value, Future) else value
+        return value.kept() if isinstance(value, Promise) else value
+
+
+class Promise:
+    """An acknowledgement that a writer thread will give."""
+
+    def __init__(self, future, piece, failed):
+        self._future, self._piece, self._failed = future, piece, failed
+
+    def kept(self):
+        """Waits within a bound, and then says that the file is late: an exception here would end the server."""
+        try:
+            return self._future.result(timeout=WAIT_SECONDS)
+        except FutureTimeoutError:
+            return self._piece.acknowledge(self._failed, TimeoutError(f"not written within {WAIT_SECONDS:g} s"))
 
 
 class Staging:
@@ -328,7 +343,8 @@ class Staging:
             raise
         left = _Countdown(len(pieces), lambda: self._buffers.put(buffer))
         for piece in pieces:
-            acks[piece.index] = self._pool.submit(self._finish, piece, write, host, failed, left)
+            future = self._pool.submit(self._finish, piece, write, host, failed, left)
+            acks[piece.index] = Promise(future, piece, failed)
 
     def _copy_off(self, buffer, states_slh, ids_s):
         needed = states_slh.nbytes + ids_s.nbytes
