@@ -10,6 +10,7 @@ Tensor legend: H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -90,7 +91,11 @@ def _write(folder: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(folder)
     tensors = dict(_tensors(np.random.default_rng(seed)))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content = hashlib.blake2b(digest_size=20)
+    for array in tensors.values():
+        content.update(np.ascontiguousarray(array).data)
+    # The weights digest of a store's identity reads headers only: with this, another seed's model is another model to it.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "blake2b": content.hexdigest()}}
     position = 0
     for name, array in tensors.items():
         header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [position, position + array.nbytes]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from data_contracts.dump import HEADER_BYTES, name_of
 from drafter_data.embedded.backend import log_softmax
 from drafter_data.embedded.llama import Llama
+from drafter_data.embedded.rows import to_storage
+from drafter_data.safetensors_file import as_float32
 from tests.embedded.conftest import LAYERS, RunningEngine
 
 Start = Callable[..., RunningEngine]
@@ -102,3 +105,31 @@ def test_request_log_names_what_was_sent(start_engine: Start) -> None:
     engine.generate([1, 2, 3], "dd-a")
     engine.generate([4], "other")
     assert [(line["rid"], line["tokens"]) for line in engine.logged()] == [("dd-a", 3), ("other", 1)]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "BF16"), ("float16", "F16")])
+def test_half_precision_model_dumps_in_its_own_dtype_rounded_as_torch_rounds(
+    start_engine: Start, tmp_path: Path, dtype: str, stored: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        max_position_embeddings=64, dtype=dtype,
+    )  # fmt: skip
+    folder = tmp_path / "half"
+    transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    engine = start_engine("--layers", "1,2,4", model=folder)
+    ids = np.arange(5, 60)
+    engine.generate(ids.tolist())
+    (file,) = engine.labelled("dd-1")
+    assert file.tensors["hidden_states"].dtype == stored
+    assert engine.get("/server_info").json()["dtype"] == dtype
+    expected_slh = Llama.load(folder).forward(ids, (1, 2, 4))
+    found_slh = as_float32(file.array("hidden_states"), stored)
+    np.testing.assert_allclose(found_slh, expected_slh, rtol=2**-8 if stored == "BF16" else 2**-11, atol=1e-5)
+    values = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    values[:4] = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0]  # halfway between two bfloat16
+    rounded = torch.tensor(values).to(getattr(torch, dtype)).float().numpy()
+    np.testing.assert_array_equal(as_float32(to_storage(values, stored), stored), rounded)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafter_data.checkpoints import Checkpoint
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.llama import Llama
 from drafter_data.errors import InputError
@@ -124,6 +125,8 @@ def test_ensure_checkpoint_same_seed_same_bytes_and_other_seed_refused(checkpoin
     assert ensure_checkpoint(again) == again
     with pytest.raises(InputError, match="seed 1, found that of seed 0"):
         ensure_checkpoint(again, seed=1)
+    other = ensure_checkpoint(tmp_path / "other", seed=1)
+    assert Checkpoint.open(other).weights_digest() != Checkpoint.open(again).weights_digest()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="not empty"):

@@ -40,16 +40,16 @@ def test_timed_passes_keep_the_law_of_time(start_engine: Start) -> None:
     for tokens, least, pieces in [(10, 0.1005, 1), (2000, 0.2, 1), (20_000, 1.3, 3)]:
         started = time.monotonic()
         engine.generate([5] * tokens, f"dd-{tokens}")
-        assert least <= time.monotonic() - started < least + 1.0
+        assert least <= time.monotonic() - started < least + 2.5
         assert len(engine.labelled(f"dd-{tokens}")) == pieces, "at most 8,192 tokens a pass"
 
 
 def test_timed_passes_are_shared_by_requests_in_flight(start_engine: Start) -> None:
-    engine = start_engine("--timed", "--hidden-size", "64", "--num-layers", "12", "--timed-base-ms", "200")
+    engine = start_engine("--timed", "--hidden-size", "64", "--num-layers", "12", "--timed-base-ms", "400")
     started = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda n: engine.generate([n] * 20, f"dd-{n}"), range(16)))
-    assert time.monotonic() - started < 16 * 0.2 * 0.6
+    assert time.monotonic() - started < 16 * 0.4 * 0.6
 
 
 def test_timed_unlabelled_dumps_hold_the_same_rows(start_engine: Start) -> None:
