@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from data_contracts.extraction import FAILURES_FOLDER, ChunkFailures, ChunkResul
 from data_contracts.plan import Chunk
 from data_contracts.receipt import Receipt
 from drafter_data.errors import DrafterDataError, Interrupted, LeaseHeld, SampleError, StoreError, StoreFull, TooManyFailures
-from drafter_data.extraction.sample import Extracted, SampleWork
+from drafter_data.extraction.sample import SampleWork, Sent
 from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
 from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
@@ -27,7 +28,7 @@ from drafter_data.safetensors_file import as_float32
 from drafter_data.verification import relative_frobenius
 
 LEASE_POLL_SECONDS = 1.0
-Outcome = tuple[Receipt, Extracted] | SampleFailure
+Outcome = tuple[Receipt, Sent] | SampleFailure
 
 
 def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = True) -> ChunkResult:
@@ -76,6 +77,8 @@ class _ChunkRun:
         self._chunk = chunk
         self._failures: list[SampleFailure] = []
         self._retried = 0
+        self._works: dict[str, SampleWork] = {}
+        self._rechecks: dict[str, Future[float]] = {}
         record = read_failures(session.store.root, session.plan.dataset_id, chunk.key)
         self._before = {failure.state_key: failure for failure in record.failures} if record else {}
 
@@ -86,7 +89,7 @@ class _ChunkRun:
         missing = self._without_quarantined(lacking)
         session.check_space(sum(one.num_tokens for one in missing) * session.bytes_per_token)
         size = self._extract_missing(missing)
-        rechecked = self._recheck(missing)
+        rechecked = self._recheck()
         write_failures(session.store.root, session.plan.dataset_id, self.failures_record(""))
         return ChunkResult(
             chunk_index=chunk.index,
@@ -118,16 +121,22 @@ class _ChunkRun:
     def _extract_missing(self, missing: list[PlannedSample]) -> int:
         """Sends all missing samples; returns the bytes committed."""
         session, size = self._session, 0
-        waiting = _Waiting(self._works(missing), session)
+        self._works = self._read_works(missing)
+        chosen = self._choose(list(self._works), session.settings.extraction.recheck_samples)
+        waiting = _Waiting(list(self._works.values()), session)
         futures = [session.executor.submit(waiting.extract_next, self._chunk.key) for _ in missing]
         try:
             for future in as_completed(futures):
-                size += self._settle(future.result())
+                outcome = future.result()
+                size += self._settle(outcome)
+                if not isinstance(outcome, SampleFailure) and outcome[0].state_key in chosen:
+                    self._submit_recheck(outcome[0].state_key)
+        except BaseException:
+            _end(self._rechecks.values())
+            raise
         finally:
             # Nothing of this chunk may still write once its lease is given back.
-            for future in futures:
-                future.cancel()
-            _wait(futures)
+            _end(futures)
         return size
 
     def _settle(self, outcome: Outcome) -> int:
@@ -141,33 +150,45 @@ class _ChunkRun:
                     f"{outcome.detail}"
                 )
             return 0
-        receipt, extracted = outcome
+        receipt, sent = outcome
         self._retried += receipt.attempts > 1
-        session.succeeded(receipt.tokens, extracted.reply.seconds, extracted.in_flight)
+        session.succeeded(receipt.tokens, sent.seconds, sent.in_flight)
         return receipt.bytes
 
-    def _works(self, planned: Iterable[PlannedSample]) -> list[SampleWork]:
+    def _read_works(self, planned: Iterable[PlannedSample]) -> dict[str, SampleWork]:
+        """The planned samples with their token ids, by state key, in the plan's order."""
         order = {one.row: place for place, one in enumerate(planned)}
-        samples = list(self._session.dataset.take(list(order)))
-        samples.sort(key=lambda sample: order[sample.row])
-        return [SampleWork(sample.state_key, sample.input_ids_s.astype(np.int64)) for sample in samples]
+        samples = sorted(self._session.dataset.take(list(order)), key=lambda sample: order[sample.row])
+        return {sample.state_key: SampleWork(sample.state_key, sample.input_ids_s.astype(np.int64)) for sample in samples}
 
-    def _recheck(self, missing: list[PlannedSample]) -> int:
-        """Extracts some of the new samples again and compares; a difference above the canary's tolerance is a failure."""
+    def _choose(self, state_keys: list[str], count: int) -> set[str]:
+        """Some of the samples, the same ones each time."""
+        draw = random.Random(f"{self._session.settings.seed}{self._chunk.key}")  # noqa: S311 - a seeded choice
+        return set(draw.sample(state_keys, min(count, len(state_keys))))
+
+    def _submit_recheck(self, state_key: str) -> None:
+        """Has a committed sample extracted again, while others are still on their way."""
+        self._rechecks[state_key] = self._session.executor.submit(self._distance, self._works[state_key])
+
+    def _recheck(self) -> int:
+        """Compares the samples that were extracted again; a difference above the canary's tolerance is a failure."""
         session = self._session
         failed = {failure.state_key for failure in self._failures}
-        fresh = [one for one in missing if one.state_key not in failed]
-        count = min(session.settings.extraction.recheck_samples, len(fresh))
-        chosen = random.Random(f"{session.settings.seed}{self._chunk.key}").sample(fresh, count)  # noqa: S311 - a seeded choice
-        for work in self._works(chosen):
-            try:
-                distance = self._distance(work)
-            except SampleError as error:
-                self._fail(work, error)
-                continue
-            if not distance <= session.settings.tolerance:
-                self._extract_anew(work, distance)
-        return len(chosen)
+        fresh = [key for key in self._works if key not in failed and key not in self._rechecks]
+        for key in self._choose(fresh, session.settings.extraction.recheck_samples - len(self._rechecks)):
+            self._submit_recheck(key)  # in place of a chosen one that failed
+        try:
+            for key, future in self._rechecks.items():
+                try:
+                    distance = future.result()
+                except SampleError as error:
+                    self._fail(self._works[key], error)
+                    continue
+                if not distance <= session.settings.tolerance:
+                    self._extract_anew(self._works[key], distance)
+        finally:
+            _end(self._rechecks.values())
+        return len(self._rechecks)
 
     def _extract_anew(self, work: SampleWork, distance: float) -> None:
         """One of two extractions is wrong and none can say which: the state leaves the store and must come twice alike."""
@@ -266,7 +287,8 @@ def _store_error(root: Path, error: OSError) -> StoreError:
     )
 
 
-def _wait(futures: list[Future[Outcome]]) -> None:
-    for future in futures:
-        if not future.cancelled():
-            future.exception()
+def _end(futures: Iterable[Future[Any]]) -> None:
+    """Takes back what has not begun, and waits for the rest."""
+    begun = [future for future in futures if not future.cancel()]
+    for future in begun:
+        future.exception()

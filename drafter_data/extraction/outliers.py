@@ -27,11 +27,17 @@ def signature_of(states_slh: NDArray[np.generic], dtype: str) -> NDArray[np.floa
     """[L * (L + 1) / 2] logarithms; rows are spread over the prompt, the first one (an attention sink in most models) left out."""
     tokens = len(states_slh)
     rows = np.unique(np.linspace(min(1, tokens - 1), tokens - 1, MOST_ROWS).astype(int))
-    wide_rlh = as_float32(states_slh[rows], dtype).astype(np.float64)
-    sizes = np.log(np.sqrt(np.mean(np.square(wide_rlh), axis=2)) + 1e-30)
-    first, second = np.triu_indices(wide_rlh.shape[1], 1)
-    apart = np.log(np.sqrt(np.mean(np.square(wide_rlh[:, first] - wide_rlh[:, second]), axis=2)) + 1e-30)
-    return np.median(np.concatenate([sizes, apart], axis=1), axis=0)
+    states_lrh = np.ascontiguousarray(as_float32(states_slh[rows], dtype).swapaxes(0, 1))
+    layers = range(len(states_lrh))
+    sizes = [_log_size(states_lrh[a]) for a in layers]
+    apart = [_log_size(states_lrh[a] - states_lrh[b]) for a in layers for b in layers[a + 1 :]]
+    return np.median([*sizes, *apart], axis=1)
+
+
+def _log_size(values_rh: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Logarithm of each row's root mean square. In single precision: a tenth of the time, and more exact than rows differ."""
+    square_r = np.einsum("rh,rh->r", values_rh, values_rh).astype(np.float64) / values_rh.shape[1]
+    return np.log(np.sqrt(square_r) + 1e-30)
 
 
 class Outliers:

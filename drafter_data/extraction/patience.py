@@ -5,7 +5,7 @@
   after `MOST_BROKEN` times it is the prompt's failure.
 * No answer in time: while others were answered, or when the engine answers a probe, it is the prompt's failure; else the engine
   hangs and is waited for as above.
-* 5xx: busy. Tried again for a while; then the sample's failure when others got through, else EngineLost.
+* 5xx: busy. Tried again for a while; then the sample's failure when others got through or a probe does, else EngineLost.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Trouble:
         waited = time.monotonic() - self._since
         if waited < min(BUSY_SECONDS, self._patience.engine_wait_seconds):
             return
-        if self._patience.last_answer_at > self._since:
+        if self._patience.last_answer_at > self._since or self._patience.engine.alive():
             raise error
         raise EngineLost(
             f"{error}; so for {waited:.0f} s, and nothing else was answered: see the engine's log and retry the run, which goes "

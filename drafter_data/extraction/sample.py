@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from threading import Event
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from data_contracts.extraction import SampleFailure
@@ -23,13 +24,13 @@ from drafter_data.extraction.patience import Patience
 from drafter_data.extraction.window import Window
 from drafter_data.safetensors_file import as_float32
 from drafter_data.store.store import Store
-from drafter_data.verification import relative_frobenius
+from drafter_data.verification import check_columns_distinct, hash_and_check, relative_frobenius
 
 BACKOFF_SECONDS = 0.2
 MOST_BACKOFF_SECONDS = 10.0
 MOST_MIXED_PASSES = 20
-AGREEING = 3
-"""Extractions that must agree before states that look unlike all others are believed."""
+LIKENESS_FACTOR = 10
+"""Times the tolerance of two extractions of one prompt: a prompt of another length takes other kernels."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ class Extracted:
     in_flight: int
 
 
+@dataclass(frozen=True)
+class Sent:
+    """How the request of a committed sample went. Not its dump: as long as that is held, its memory is not given back."""
+
+    seconds: float
+    in_flight: int
+
+
 class SampleExtractor:
     """Extracts single samples; called from many threads."""
 
@@ -79,7 +88,7 @@ class SampleExtractor:
         self.stop = Event()
         self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
 
-    def extract(self, work: SampleWork, chunk: str) -> tuple[Receipt, Extracted] | SampleFailure:
+    def extract(self, work: SampleWork, chunk: str) -> tuple[Receipt, Sent] | SampleFailure:
         """Brings one state into the store, or says why not. Raises EngineLost, Interrupted, StoreError or OSError, which stop
         the chunk.
         """
@@ -101,7 +110,7 @@ class SampleExtractor:
                 return _failure(work, last, attempt + mixed - 1)
             self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
-    def _attempt(self, work: SampleWork, chunk: str, attempt: int, *, alone: bool) -> tuple[Receipt, Extracted]:
+    def _attempt(self, work: SampleWork, chunk: str, attempt: int, *, alone: bool) -> tuple[Receipt, Sent]:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
             extracted = self.fetch(work, alone=alone)
             try:
@@ -116,7 +125,7 @@ class SampleExtractor:
                 )
             finally:
                 self._engine.release(extracted.dump)
-        return receipt, extracted
+        return receipt, Sent(extracted.reply.seconds, extracted.in_flight)
 
     def fetch(self, work: SampleWork, *, alone: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
@@ -133,7 +142,7 @@ class SampleExtractor:
                     sent_at = time.monotonic()
                     reply = self._engine.send(request)
                     self._patience.answered()
-                    _check_reply(request, reply)
+                    check_reply(request, reply)
                     dump = self._engine.claim(request, reply, time.monotonic() + self._limits.dump_timeout_seconds)
                 return Extracted(dump, reply, in_flight)
             except (EngineUnreachable, EngineBusy) as error:
@@ -157,35 +166,48 @@ class SampleExtractor:
         )
 
     def _check_likeness(self, work: SampleWork, dump: ClaimedDump) -> None:
-        """States that are unlike all others are extracted again until enough extractions agree. Raises DumpRejected."""
+        """States that are unlike the store's others, and the first ones of a store, are compared with those of the beginning of
+        their prompt: a causal model gives that the same states, mixed rows or axes do not. Raises DumpRejected.
+        """
         if dump.states_slh.ndim != 3 or len(dump.states_slh) != work.tokens or dump.states_slh.shape[1] < 2:
             return  # commit says what is wrong with it
         with np.errstate(all="ignore"):
             signature = signature_of(dump.states_slh, dump.dtype)
             deviation = self._outliers.deviation(signature)
-        if deviation is not None and not deviation <= FAR:
-            for _ in range(AGREEING - 1):
-                distance = self.distance(work, dump)
-                if not distance <= self._limits.tolerance:
-                    raise DumpRejected(
-                        f"sample {work.state_key[:12]}: its states are unlike the store's others ({deviation:.0f} deviations) and "
-                        f"extracted again they differ by {distance:.2e} (relative Frobenius)",
-                        reason="states-unlike",
-                    )
-        if np.isfinite(signature).all():
-            self._outliers.add(signature)
+        if deviation is None or not deviation <= FAR:
+            label = f"sample {work.state_key[:12]}"
+            _check_content(dump, label)
+            beginning = SampleWork(work.state_key, work.token_ids_s[: max(1, work.tokens * 2 // 3)])
+            distance = self._distance(beginning, dump)
+            if not distance <= LIKENESS_FACTOR * self._limits.tolerance:
+                seen = "" if deviation is None else f"unlike the store's others ({deviation:.0f} deviations), and "
+                raise DumpRejected(
+                    f"{label}: its states are {seen}not those of its first {beginning.tokens} tokens asked alone: they differ by "
+                    f"{distance:.2e} (relative Frobenius)",
+                    reason="states-unlike",
+                )
+        self._outliers.add(signature)
 
-    def distance(self, work: SampleWork, dump: ClaimedDump) -> float:
-        """Relative Frobenius distance of a new extraction to a dump."""
+    def _distance(self, work: SampleWork, dump: ClaimedDump) -> float:
+        """Relative Frobenius distance of a new extraction to the beginning of a dump."""
         again = self.fetch(work).dump
         try:
+            _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
+            known_slh = as_float32(dump.states_slh[: work.tokens], dump.dtype)
             with np.errstate(all="ignore"):
-                return relative_frobenius(as_float32(again.states_slh, again.dtype), as_float32(dump.states_slh, dump.dtype))
+                return relative_frobenius(as_float32(again.states_slh, again.dtype), known_slh)
         finally:
             self._engine.release(again)
 
 
-def _check_reply(request: PrefillRequest, reply: PrefillReply) -> None:
+def _check_content(dump: ClaimedDump, label: str) -> None:
+    """The commit's checks, made before so that what they find is named as they name it."""
+    hash_and_check(dump.states_slh, dump.dtype, xxhash.xxh3_128(), label)
+    check_columns_distinct(dump.states_slh, label)
+
+
+def check_reply(request: PrefillRequest, reply: PrefillReply) -> None:
+    """Raises SampleError (`prompt-tokens`) when the engine did not take the prompt whole."""
     if reply.prompt_tokens != request.tokens:
         raise SampleError(
             f"request {request.request_id}: sent {request.tokens} tokens, the engine counted {reply.prompt_tokens}: it cut the "

@@ -24,6 +24,7 @@ from drafter_data.errors import StateCorrupt, StoreFull
 from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.sample import SampleExtractor, SampleLimits
+from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
 from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
 from drafter_data.safetensors_file import NUMPY_DTYPES
@@ -32,7 +33,7 @@ from drafter_data.store.store import Store
 DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
 SIGNATURES_READ = 64
-COMMIT_THREADS = 16
+COMMIT_THREADS = 32
 """Commits beside the requests: file systems merge the fsyncs of many threads into few journal commits."""
 
 
@@ -65,12 +66,13 @@ class ExtractionSession:
         self.bytes_per_token = state_bytes_per_token(self.store)
         self.costs_path = costs_path(settings.store, info.fingerprint)
         self.costs = CostModel.load(self.costs_path)
+        bound = min(settings.in_flight, info.in_flight_limit)
         self.window = Window(
-            requests=min(settings.in_flight, info.in_flight_limit),
+            requests=min(bound, FIRST),
             lengths_must_differ=info.lengths_must_differ,
             most_bytes=max(int(self.engine.free_bytes() * DUMP_SHARE), 1),
         )
-        self.executor = ThreadPoolExecutor(self.window.limit + COMMIT_THREADS, thread_name_prefix="extract")
+        self.executor = ThreadPoolExecutor(bound + COMMIT_THREADS, thread_name_prefix="extract")
         self.extractor = SampleExtractor(
             self.engine,
             self.store,
@@ -89,6 +91,13 @@ class ExtractionSession:
         missing = missing_samples(self.store, self.plan)
         self._missing_by_length = np.bincount(missing.tokens_n, minlength=1)
         self.progress = self._progress(missing)
+        self._tuner = InFlightTuner(
+            self.window,
+            settings.store / CONTROL_FILE,
+            bound=bound,
+            engine_limit=min(info.in_flight_limit, bound + COMMIT_THREADS),
+            done=lambda: (self.progress.done, self.progress.done_tokens),
+        )
 
     def _progress(self, missing: MissingSamples) -> Progress:
         total, tokens = sum(chunk.samples for chunk in self.plan.chunks), sum(chunk.tokens for chunk in self.plan.chunks)
@@ -146,6 +155,7 @@ class ExtractionSession:
     def close(self) -> None:
         """Stops what is under way, keeps the cost history, gives back engine and store."""
         self.interrupt()
+        self._tuner.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
         with suppress(OSError):  # of a full or read-only store the chunks have told; the cost history can wait
             self.costs.save(self.costs_path)
