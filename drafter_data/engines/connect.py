@@ -65,9 +65,11 @@ def _capture_of(server_info: dict[str, Any]) -> dict[str, Any]:
     own = server_info.get("drafter_data")
     if isinstance(own, dict):
         return own
-    from drafter_data.engines.hook_config import hook_of
+    from drafter_data.engines.hook_config import hook_of, refuse_unusable
 
     hook = hook_of(server_info)
+    if hook is not None:
+        refuse_unusable(server_info, hook)
     return {} if hook is None else {"layers": hook.layers, "final_norm": hook.final_norm, "dump_folder": hook.dump_folder}
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -52,6 +52,41 @@ def hook_of(server_info: Mapping[str, Any]) -> HookConfig | None:
         if module.rpartition(".")[2] in (MODULE, "sglang_plugin") and function in ("logits", "configuration"):
             return _parse(spec.get("config") or {})
     return None
+
+
+def refuse_unusable(server_info: Mapping[str, Any], hook: HookConfig) -> None:
+    """Raises PreflightRefused (`launch-flags`) for launch flags with which the capture sees nothing, or other layers than it says."""
+    for problem in _problems(server_info, hook):
+        raise PreflightRefused(
+            f"the server cannot be captured from as it was started: {problem}; start it with the command that "
+            "`drafter-data engine sglang --print` prints",
+            reason="launch-flags",
+        )
+
+
+def _problems(server_info: Mapping[str, Any], hook: HookConfig) -> Iterator[str]:
+    graphs = ((server_info.get("cuda_graph_config") or {}).get("prefill") or {}).get("backend", "disabled")
+    if hook.via != "plugin" and graphs != "disabled":
+        yield f"a prefill graph ({graphs}) replays layers without hooks: --cuda-graph-backend-prefill disabled"
+    if hook.via != "input_layernorm" and hook.stored_layers > 1 and not server_info.get("enable_return_aux_hidden_states"):
+        yield "no aux states: --enable-return-aux-hidden-states --speculative-algorithm EAGLE3"
+    ids, aux = server_info.get("return_aux_hidden_state_layer_ids"), list(hook.layers[:-1])
+    if hook.via != "input_layernorm" and server_info.get("enable_return_aux_hidden_states"):
+        depth = hook.layers[-1]
+        # Most families capture id i before layer i + 1; the DeepSeek family takes some lists as they are. The first pass proves which.
+        possible = [[2, depth // 2, depth - 3]] if ids is None else [[i + 1 for i in sorted(ids)], sorted(ids)]
+        if aux not in possible:
+            asked = " ".join(str(layer - 1) for layer in aux)
+            yield f"its aux layer ids are {ids}, its hook says layers {aux}: --return-aux-hidden-state-layer-ids {asked}"
+    for name, flag in (("pp_size", "--pp-size 1"), ("attn_cp_size", "--attn-cp-size 1")):
+        if (server_info.get(name) or 1) > 1:
+            yield f"{name} is {server_info[name]}, so that no rank sees all rows and layers: {flag}"
+    for name, flag in (
+        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
+        ("enable_layernorm_sp", "--enable-layernorm-sp"),
+    ):
+        if server_info.get(name):
+            yield f"a pass is split between batches or ranks: leave out {flag}"
 
 
 def _parse(config: Mapping[str, Any]) -> HookConfig:

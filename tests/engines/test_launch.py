@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drafter_data.cli.main import run
-from drafter_data.engines.hook_config import HookConfig, capture_hooks, hook_of
+from drafter_data.engines.hook_config import HookConfig, capture_hooks, hook_of, refuse_unusable
 from drafter_data.engines.launch_sglang import CAPTURE_FOLDER, sglang_command
 from drafter_data.engines.launch_vllm import vllm_command
 from drafter_data.errors import InputError, PreflightRefused
@@ -141,3 +141,37 @@ def test_hook_of_reads_json_text_and_a_copied_module() -> None:
     assert hook_of({"forward_hooks": json.dumps(hooks)}) == wanted
     copied = [{**hook, "hook_factory": "site.capture." + hook["hook_factory"]} for hook in hooks]
     assert hook_of({"forward_hooks": copied}) == wanted
+
+
+GOOD = {"enable_return_aux_hidden_states": True, "return_aux_hidden_state_layer_ids": [1, 3, 4], "pp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, "--cuda-graph-backend-prefill"),
+        ({"enable_return_aux_hidden_states": False}, "--enable-return-aux-hidden-states"),
+        ({"return_aux_hidden_state_layer_ids": [1, 3, 5]}, "--return-aux-hidden-state-layer-ids 1 3 4"),
+        ({"return_aux_hidden_state_layer_ids": None, "layers": (3, 4, 5, 8)}, "--return-aux-hidden-state-layer-ids 2 3 4"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    ],
+)
+def test_launch_flags_that_defeat_the_capture_are_refused_by_name(changes: dict[str, Any], flag: str) -> None:
+    hook = HookConfig("/d", changes.pop("layers", (2, 4, 5, 8)))
+    refuse_unusable(GOOD, HookConfig("/d", (2, 4, 5, 8)))
+    with pytest.raises(PreflightRefused, match=flag):
+        refuse_unusable({**GOOD, **changes}, hook)
+
+
+def test_launch_flags_of_every_printed_command_are_usable(tmp_path: Path) -> None:
+    for layers, via in (((2, 4, 5, 8), "aux"), ((0, 3, 8), "input_layernorm"), ((8,), "input_layernorm")):
+        hook = HookConfig("/d", layers, via=via)  # pyright: ignore[reportArgumentType]
+        command = sglang_command(stub(tmp_path, "LlamaForCausalLM", 8, 64), DUMPS, layers=layers)
+        ids = "--return-aux-hidden-state-layer-ids"
+        info = {
+            "enable_return_aux_hidden_states": "--enable-return-aux-hidden-states" in command.argv,
+            "return_aux_hidden_state_layer_ids": [int(i) for i in value(command.argv, ids)] if ids in command.argv else None,
+        }
+        assert command.facts["via"] == via
+        refuse_unusable(info, hook)
