@@ -55,7 +55,7 @@ def hook_of(server_info: Mapping[str, Any]) -> HookConfig | None:
 
 
 def refuse_unusable(server_info: Mapping[str, Any], hook: HookConfig) -> None:
-    """Raises PreflightRefused (`launch-flags`) for launch flags with which the capture sees nothing, or other layers than it says."""
+    """Raises PreflightRefused (`launch-flags`) for launch flags with which the capture sees nothing, or other layers than its own."""
     for problem in _problems(server_info, hook):
         raise PreflightRefused(
             f"the server cannot be captured from as it was started: {problem}; start it with the command that "
@@ -73,7 +73,7 @@ def _problems(server_info: Mapping[str, Any], hook: HookConfig) -> Iterator[str]
     ids, aux = server_info.get("return_aux_hidden_state_layer_ids"), list(hook.layers[:-1])
     if hook.via != "input_layernorm" and server_info.get("enable_return_aux_hidden_states"):
         depth = hook.layers[-1]
-        # Most families capture id i before layer i + 1; the DeepSeek family takes some lists as they are. The first pass proves which.
+        # Most families capture id i before layer i + 1, DeepSeek's takes some lists as they are; the first pass proves which.
         possible = [[2, depth // 2, depth - 3]] if ids is None else [[i + 1 for i in sorted(ids)], sorted(ids)]
         if aux not in possible:
             asked = " ".join(str(layer - 1) for layer in aux)
@@ -81,12 +81,9 @@ def _problems(server_info: Mapping[str, Any], hook: HookConfig) -> Iterator[str]
     for name, flag in (("pp_size", "--pp-size 1"), ("attn_cp_size", "--attn-cp-size 1")):
         if (server_info.get(name) or 1) > 1:
             yield f"{name} is {server_info[name]}, so that no rank sees all rows and layers: {flag}"
-    for name, flag in (
-        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
-        ("enable_layernorm_sp", "--enable-layernorm-sp"),
-    ):
+    for name in ("enable_two_batch_overlap", "enable_layernorm_sp"):
         if server_info.get(name):
-            yield f"a pass is split between batches or ranks: leave out {flag}"
+            yield f"a pass is split between batches or ranks: leave out --{name.replace('_', '-')}"
 
 
 def _parse(config: Mapping[str, Any]) -> HookConfig:

@@ -27,7 +27,7 @@ def test_sglang_with_other_aux_layers_than_its_hook_says_is_refused(
     # A list that another family would take as these layers, so that only the first pass can tell.
     flags = ("--dtype", "float32", "--return-aux-hidden-state-layer-ids", "2", "4", "5")
     running = engines.running(Configuration("wrong-layers", models["llama"], flags=flags))
-    with pytest.raises(PreflightRefused, match="self-check.*--return-aux-hidden-state-layer-ids"):
+    with pytest.raises(PreflightRefused, match=r"self-check.*--return-aux-hidden-state-layer-ids"):
         extract(tmp_path, prompts_of(5, 1, 50), running.parameters())
     assert not (tmp_path / "store").exists()
 
