@@ -55,7 +55,7 @@ def hook_of(server_info: Mapping[str, Any]) -> HookConfig | None:
 
 
 def refuse_unusable(server_info: Mapping[str, Any], hook: HookConfig) -> None:
-    """Raises PreflightRefused (`launch-flags`) for launch flags with which the capture sees nothing, or other layers than its own."""
+    """Raises PreflightRefused (`launch-flags`) for launch flags with which the capture sees nothing or other layers."""
     for problem in _problems(server_info, hook):
         raise PreflightRefused(
             f"the server cannot be captured from as it was started: {problem}; start it with the command that "

@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A server's start and a full sample set take longer than the suite's limit for one test."""
     for item in items:
         if item.path.is_relative_to(HERE) and item.get_closest_marker("real_engine"):
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture(scope="session", autouse=True)

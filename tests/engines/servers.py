@@ -23,7 +23,7 @@ from drafter_data.engines.launch_vllm import vllm_command
 from drafter_data.engines.process import EngineProcess
 from tests.engines.environments import HERE, SHIM, sglang_python, vllm_python
 
-READY_SECONDS = 280.0
+READY_SECONDS = 800.0
 RAM_DISK = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path("/tmp")
 SGLANG_CPU_FLAGS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "16384", "--skip-server-warmup",
