@@ -6,7 +6,7 @@ PORT   ?= 4200
 # torch is left out of the hashed lock: where a CPU build of it is at hand, pip takes that instead of gigabytes of CUDA.
 TORCH  := torch==2.13.0
 
-.PHONY: help setup setup-test demo up down test test-real lint lock
+.PHONY: help setup setup-test demo up down test test-real lint bench-merge lock
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -45,6 +45,9 @@ test: setup-test lint ## all tests that need no real engine, trainer or browser
 
 test-real: setup-test ## the tests with a real SGLang, vLLM, trainers and browser (makes their environments when missing)
 	@$(BIN)/pytest -m "real_engine or real_trainer or browser" --durations=10
+
+bench-merge: setup-test ## merge against `datasets` on the same rows (1 GB tokenised, 200 MB conversations)
+	@$(BIN)/python -m benchmarks.merge.bench
 
 lock: ## renew the lock files (needs uv)
 	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
