@@ -90,8 +90,8 @@ def _dump_folder(settings: EngineParameters, capture: dict[str, Any]) -> Path:
 def _identity(
     settings: EngineParameters, capture: dict[str, Any], checkpoint: Checkpoint, server_info: dict[str, Any]
 ) -> StoreIdentity:
-    asked = settings.layers or default_layers(checkpoint.num_layers)
-    layers = tuple(int(layer) for layer in capture.get("layers") or asked)
+    captured = capture.get("layers") or settings.layers or default_layers(checkpoint.num_layers)
+    layers = tuple(int(layer) for layer in captured)
     if settings.layers and layers != tuple(settings.layers):
         raise PreflightRefused(
             f"the engine captures layers {layers}, the run asks for {tuple(settings.layers)} (Hugging Face indices): start "

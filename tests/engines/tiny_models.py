@@ -44,7 +44,7 @@ def make_qwen3(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 
 def make_deepseek(folder: Path, *, kimi: bool = False) -> Path:
-    """6 layers of latent attention and experts, in fp32: in bf16 random experts flip at near-ties, in every library.
+    """8 layers of latent attention and experts, in fp32: in bf16 random experts flip at near-ties, in every library.
 
     Written so that SGLang (which reads `rope_scaling`, `moe_layer_freq` and others that transformers does not write, and whose CPU
     rope is yarn only) and transformers read the same model. kv_lora_rank must differ from qk_nope_head_dim on torch_native.
@@ -53,7 +53,7 @@ def make_deepseek(folder: Path, *, kimi: bool = False) -> Path:
     yarn = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
     config = DeepseekV3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=6,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=8,
         num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=16, num_experts_per_tok=4,
         n_group=1 if kimi else 4, topk_group=1 if kimi else 2, routed_scaling_factor=2.827 if kimi else 2.5, norm_topk_prob=True,
         first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
