@@ -7,11 +7,14 @@ import os
 import secrets
 import shutil
 import signal
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -79,6 +82,13 @@ class Running:
     def kill(self) -> None:
         """SIGKILL for the whole group, as an out-of-memory killer or a lost node would do."""
         os.killpg(self.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while True:  # killed processes give their port back when the kernel has taken them down
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", urlsplit(self.url).port or 0)):
+                    return
+            assert time.monotonic() < deadline, "a killed engine still listens"
+            time.sleep(0.02)
 
     def restart(self) -> None:
         """Starts the same command again."""
