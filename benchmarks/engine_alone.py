@@ -126,7 +126,9 @@ def generate(side: Side, prompts: Path, in_flight: int) -> dict[str, float]:
 
 def extract(side: Side, dataset: Path, store: Path, *options: str) -> dict[str, float]:
     """One run of the pipeline into a new store."""
-    found = _floats(run_module("benchmarks.pipeline", str(dataset), str(store), "--engine", side.parameters.model_dump_json(), *options))
+    found = _floats(
+        run_module("benchmarks.pipeline", str(dataset), str(store), "--engine", side.parameters.model_dump_json(), *options)
+    )
     if found["errors"]:
         raise RuntimeError(f"{found['errors']} samples failed")
     return found

@@ -104,7 +104,14 @@ def make_dumps(folder: Path, count: int, rows: int, seed: int) -> list[Dump]:
     for number in range(count):
         ids = draw.integers(16, 1 << 17, rows)
         rid = f"{RID_PREFIX}{RUN}-{number}"
-        metadata = {"rid": rid, "start": "0", "end": str(rows), "layers": ",".join(map(str, LAYERS)), "final_norm": "pre", "version": "1"}
+        metadata = {
+            "rid": rid,
+            "start": "0",
+            "end": str(rows),
+            "layers": ",".join(map(str, LAYERS)),
+            "final_norm": "pre",
+            "version": "1",
+        }
         states_bytes = rows * ROW_BYTES
         header = {
             "__metadata__": metadata,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
-import resource
 import secrets
 import sys
 import threading
@@ -18,6 +16,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from benchmarks.reporting import peak_rss_mb
 from data_contracts.dump import RID_PREFIX, name_of, rid_prefix_of
 
 
@@ -46,7 +45,7 @@ def main() -> None:
         "cpu_seconds": time.process_time() - cpu,
         "samples": len(prompts),
         "tokens": sum(map(len, prompts)),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "peak_rss_mb": peak_rss_mb(),
     }
     sys.stdout.write(json.dumps(result))
 
@@ -92,11 +91,10 @@ class _Generator:
             return
         rid, tokens = self._requests[number]
         try:
-            os.unlink(self._folder / name_of(rid, 0, tokens))
+            (self._folder / name_of(rid, 0, tokens)).unlink()
         except FileNotFoundError:  # it came in pieces
-            for name in os.listdir(self._folder):
-                if name.startswith(rid_prefix_of(rid)):
-                    os.unlink(self._folder / name)
+            for path in self._folder.glob(f"{rid_prefix_of(rid)}*"):
+                path.unlink()
 
 
 def _unlink_when_there(path: Path) -> None:
@@ -104,7 +102,7 @@ def _unlink_when_there(path: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            os.unlink(path)
+            path.unlink()
         except FileNotFoundError:
             time.sleep(0.002)
         else:
@@ -113,7 +111,9 @@ def _unlink_when_there(path: Path) -> None:
 
 
 def _sglang_body(ids: list[int], rid: str) -> bytes:
-    return json.dumps({"input_ids": ids, "rid": rid, "extra_key": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}).encode()
+    return json.dumps(
+        {"input_ids": ids, "rid": rid, "extra_key": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    ).encode()
 
 
 def _vllm_body(ids: list[int], model: str) -> bytes:

@@ -12,10 +12,10 @@ _STARTED = time.monotonic()
 
 import argparse  # noqa: E402 - the clock starts before the imports that it measures
 import json  # noqa: E402
-import resource  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from benchmarks.reporting import peak_rss_mb  # noqa: E402
 from data_contracts.parameters import EngineParameters, ExtractionParameters  # noqa: E402
 from drafter_data.dataset import Dataset  # noqa: E402
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over  # noqa: E402
@@ -58,7 +58,7 @@ def main() -> None:
         "samples": done,
         "errors": errors,
         "in_flight_at_end": window,
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "peak_rss_mb": peak_rss_mb(),
     }
     sys.stdout.write(json.dumps(result))
 

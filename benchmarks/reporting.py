@@ -57,18 +57,28 @@ def publish(result: Result) -> None:
 
 def write_results() -> None:
     """Writes results.md from what the benchmarks kept."""
-    parts = ["# Benchmark results\n", "Written by the benchmarks themselves. Repeat all: `make bench`; one: the command under its title.\n"]
-    for path in sorted(RESULTS_FOLDER.glob("*.json")):
-        parts.append(_section(json.loads(path.read_bytes())))
+    parts = [
+        "# Benchmark results\n",
+        "Written by the benchmarks themselves. Repeat all: `make bench`; one: the command under its title.\n",
+    ]
+    parts += [_section(json.loads(path.read_bytes())) for path in sorted(RESULTS_FOLDER.glob("*.json"))]
     RESULTS_FILE.write_text("\n".join(parts))
 
 
 def machine() -> str:
     """The machine in one line, with how busy it is: figures taken beside other work are to be read as ratios."""
-    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine()
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    load = os.getloadavg()[0]
-    return f"{os.cpu_count()} x {model}, {memory:.0f} GB, {platform.system()} {platform.release()}, load {load:.1f}, Python {platform.python_version()}"
+    system = f"{platform.system()} {platform.release()}, load {os.getloadavg()[0]:.1f}"
+    return f"{os.cpu_count()} x {model}, {memory:.0f} GB, {system}, Python {platform.python_version()}"
+
+
+def peak_rss_mb() -> float:
+    """Of this process since its exec. Not getrusage's: that counts what the parent had at the fork."""
+    line = next(line for line in _lines("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def median(values: Sequence[float]) -> float:

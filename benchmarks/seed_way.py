@@ -29,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--samples", type=int, default=60)
-    parser.add_argument("--hidden-sizes", type=int, nargs="*", default=[512], help="of dumps of 4 bf16 layers; the field's model has 7,168")
+    parser.add_argument(
+        "--hidden-sizes", type=int, nargs="*", default=[512], help="of dumps of 4 bf16 layers; the field's model has 7,168"
+    )
     parser.add_argument("--mean-tokens", type=float, nargs="*", default=[2353.0, 300.0])
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
@@ -43,7 +45,19 @@ def main() -> None:
                 folder.mkdir()
                 seed, ours = _compare(folder, ram, prompts, hidden, options.repeats)
                 bound = _law(prompts, alone=True) / _law(prompts, alone=False)
-                rows.append([mean, hidden, len(prompts), seed, ours, _law(prompts, alone=True), _law(prompts, alone=False), bound, seed / ours])
+                rows.append(
+                    [
+                        mean,
+                        hidden,
+                        len(prompts),
+                        seed,
+                        ours,
+                        _law(prompts, alone=True),
+                        _law(prompts, alone=False),
+                        bound,
+                        seed / ours,
+                    ]
+                )
                 goals[f"seed's way / pipeline, mean {mean:,.0f} tokens, hidden {hidden} (goal >= 3)"] = (
                     f"{seed / ours:.2f}; by the law alone batching brings at most {bound:.2f}"
                 )
@@ -53,9 +67,16 @@ def main() -> None:
             title="Against the seed's way: one request at a time, scan the folder for the token count",
             command="python -m benchmarks.seed_way",
             columns=(
-                "mean tokens", "hidden", "samples", "seed's way s", "pipeline s", "law, one at a time s", "law, full passes s",
-                "law's bound", "ratio",
-            ),  # fmt: skip
+                "mean tokens",
+                "hidden",
+                "samples",
+                "seed's way s",
+                "pipeline s",
+                "law, one at a time s",
+                "law, full passes s",
+                "law's bound",
+                "ratio",
+            ),
             rows=rows,
             goals=goals,
             notes=["the pipeline's states are checked, durable and received; the seed's way checks and syncs nothing"],
@@ -68,7 +89,10 @@ def _compare(work: Path, ram: Path, prompts: list[list[int]], hidden: int, repea
     seeds, ours = list[float](), list[float]()
     unlabelled, labelled = ram / "unlabelled", ram / "labelled"
     flags = ["--dumps", "unlabelled"]
-    with timed_engine(work, unlabelled, hidden_size=hidden, flags=flags) as old, timed_engine(work, labelled, hidden_size=hidden) as new:
+    with (
+        timed_engine(work, unlabelled, hidden_size=hidden, flags=flags) as old,
+        timed_engine(work, labelled, hidden_size=hidden) as new,
+    ):
         side = Side("", new.parameters(), labelled)
         for repeat in range(repeats):
             seeds.append(seed_way(old.url, unlabelled, prompts, work / f"seed-{repeat}"))

@@ -1,6 +1,6 @@
 """Validating a store: from the page cache in GB/s a core, and cold against reading the files with `cat`.
 
-The store is made by committing random states. Cold: the files' pages are dropped from the page cache (posix_fadvise) before each turn.
+The store is made by committing random states. Cold: the files' pages leave the page cache (posix_fadvise) before each turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main() -> None:
         for size in options.sizes_mb:
             count = max(1, round(options.total_mb / size))
             root = work / f"store-{size}"
-            ingest(ram / f"dumps-{size}", make_dumps(ram / f"dumps-{size}", count, max(1, round(size * 1e6 / ROW_BYTES)), seed=0), root)
+            ingest(
+                ram / f"dumps-{size}", make_dumps(ram / f"dumps-{size}", count, max(1, round(size * 1e6 / ROW_BYTES)), seed=0), root
+            )
             files = sorted(root.glob("states/*/*.safetensors"))
             total = sum(file.stat().st_size for file in files)
             warm_wall, warm_cpu = _validate(root, options.repeats)
@@ -47,13 +49,24 @@ def main() -> None:
             name="validation",
             title=f"Validation of a store ({WORKERS} workers)",
             command="python -m benchmarks.validation",
-            columns=("MB a state", "states", "warm wall s", "warm CPU s", "warm GB/s a core", "cat, cold s", "validate, cold s", "cold ratio"),
+            columns=(
+                "MB a state",
+                "states",
+                "warm wall s",
+                "warm CPU s",
+                "warm GB/s a core",
+                "cat, cold s",
+                "validate, cold s",
+                "cold ratio",
+            ),
             rows=rows,
             goals={
                 "from the page cache, a core (goal >= 2 GB/s)": ", ".join(warm),
                 "cold, rate over that of cat (goal >= 0.9)": ", ".join(cold),
             },
-            notes=["a core: bytes over CPU seconds of the whole process; cat: `cat FILES > /dev/null`, medians of alternating turns"],
+            notes=[
+                "a core: bytes over CPU seconds of the whole process; cat: `cat FILES > /dev/null`, medians of alternating turns"
+            ],
         )
     )
 

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: prompts of the field's lengths, a dataset of them, a checkpoint folder, engines, the disk's own rate."""
+"""What the benchmarks run on: prompts of the field's lengths, a dataset, a checkpoint folder, engines, the disk's own rate."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def make_dataset(folder: Path, prompts: Sequence[Sequence[int]]) -> Path:
 
 
 def stub_checkpoint(folder: Path, *, hidden_size: int, num_layers: int, vocab_size: int = 1024) -> Path:
-    """A folder with a configuration and weights without lm_head: the timed engine's log-probabilities come from no model, so nothing
-    can prove them; labelled dumps prove themselves.
+    """A folder with a configuration and weights without lm_head: the timed engine's log-probabilities come from no model, so that
+    nothing could prove them; labelled dumps prove themselves.
     """
     folder.mkdir(parents=True)
     config = {"hidden_size": hidden_size, "num_hidden_layers": num_layers, "vocab_size": vocab_size, "dtype": "bfloat16"}
@@ -93,13 +93,24 @@ class TimedEngine:
 
 
 @contextmanager
-def timed_engine(work: Path, dump_folder: Path, *, hidden_size: int = 4096, num_layers: int = 32, flags: Sequence[str] = ()) -> Generator[TimedEngine]:
+def timed_engine(
+    work: Path, dump_folder: Path, *, hidden_size: int = 4096, num_layers: int = 32, flags: Sequence[str] = ()
+) -> Generator[TimedEngine]:
     """20 ms + 25 us a token a pass, at most 8,192 tokens a pass, unless `flags` say otherwise."""
     model = stub_checkpoint(work / f"model-{time.monotonic_ns()}", hidden_size=hidden_size, num_layers=num_layers)
     dump_folder.mkdir(mode=0o700, exist_ok=True)
     port = free_port()
     argv = [sys.executable, "-m", "drafter_data.embedded", "--timed", "--dump-folder", str(dump_folder), "--port", str(port)]
-    argv += ["--model", str(model), "--hidden-size", str(hidden_size), "--num-layers", str(num_layers), "--skip-server-warmup", *flags]
+    argv += [
+        "--model",
+        str(model),
+        "--hidden-size",
+        str(hidden_size),
+        "--num-layers",
+        str(num_layers),
+        "--skip-server-warmup",
+        *flags,
+    ]
     url = f"http://127.0.0.1:{port}"
     log = work / f"engine-{port}.log"
     with EngineProcess(argv, env=SINGLE_THREADED, log=log, ready_url=f"{url}/ready", ready_timeout_seconds=60):
@@ -128,7 +139,14 @@ def copy_and_sync(sources: Sequence[Path], target: Path) -> float:
 
 def run_module(name: str, *arguments: str, timeout_seconds: float = 600) -> dict[str, object]:
     """Runs `python -m name` and returns the JSON document on its standard output. Raises RuntimeError with its last lines."""
-    done = subprocess.run([sys.executable, "-m", name, *arguments], capture_output=True, text=True, timeout=timeout_seconds, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", name, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        cwd=Path(__file__).parents[1],
+    )
     if done.returncode:
         raise RuntimeError(f"{name} {' '.join(arguments)} ended with {done.returncode}: {done.stderr[-3000:]}")
     found: dict[str, object] = json.loads(done.stdout)
