@@ -39,9 +39,7 @@ class HandoffManifest(Record):
     dataset: str
     dataset_id: str
     store: str
-    request: str = Field(
-        default="", description="digest of what was asked for: equal ones give equal views"
-    )
+    request: str = Field(default="", description="digest of what was asked for: equal ones give equal views")
     identity: StoreIdentity
     provenance: tuple[Provenance, ...] = ()
     model: str

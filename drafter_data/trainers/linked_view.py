@@ -19,6 +19,7 @@ from drafter_data.errors import IdentityMismatch
 from drafter_data.files import write_atomic
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import write_arrow_dataset
+from drafter_data.trainers.card import write_card
 from drafter_data.trainers.folder import building, files_table, link_state, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.options import fraction, is_true, whole_number
 from drafter_data.trainers.selection import Selection, Verifier, select_rows
@@ -96,6 +97,7 @@ def write_linked_view(
             link_state(store.path_of(row.state_key), folder / state_file(n), row.bytes)
         counts_v = count_supervised(dataset, selection.train, checkpoint.vocab_size)
         write_vocabulary(folder / VOCABULARY_FOLDER, counts_v, whole_number(options, "draft_vocab_size"))
+        write_card(folder, manifest, dataset, selection)
         return seal(folder, manifest, command(manifest))
 
 

@@ -12,6 +12,9 @@ OWN_OPTIONS = {
     "verify_all": "true: read every state whole before it is handed off",
     "python": "interpreter of the environment that has the trainer (default: this one)",
     "script": "a script to run in place of the trainer's module",
+    "device": "cpu: train without a GPU, for demonstrations and tests",
+    "states_dtype": "specforge: bfloat16 (default) or store, which keeps the store's dtype",
+    "workers": "specforge: samples converted at once",
     "nproc": "processes a node, through torchrun (default: 1, without torchrun)",
     "submit": "a command that takes the training command as its last arguments, such as `sbatch --wait --wrap`",
     "silence_seconds": "end the job when it writes nothing for so long (default: half an hour and the time to read all files)",
@@ -58,6 +61,14 @@ def is_true(options: Mapping[str, str], name: str) -> bool:
     if text not in ("true", "false"):
         raise UsageError(f"option {name}: expected true or false, found {text!r}", reason="bad-option")
     return text == "true"
+
+
+def on_cpu(options: Mapping[str, str]) -> bool:
+    """Whether the job is to do without a GPU. Raises UsageError for another device than cpu."""
+    device = options.get("device", "")
+    if device not in ("", "cpu"):
+        raise UsageError(f"option device: expected cpu or nothing, found {device!r}", reason="bad-option")
+    return device == "cpu"
 
 
 def environment_prefix(options: Mapping[str, str]) -> list[str]:

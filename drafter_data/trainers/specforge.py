@@ -32,10 +32,11 @@ from drafter_data.errors import IdentityMismatch, TrainingFailed, UsageError
 from drafter_data.files import write_atomic, xxh3_of
 from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
+from drafter_data.trainers.card import write_card
 from drafter_data.trainers.conversion import convert_rows, resuming
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER, files_table, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.linked_view import model_of_store, select_for
-from drafter_data.trainers.options import environment_prefix, whole_number
+from drafter_data.trainers.options import environment_prefix, on_cpu, whole_number
 from drafter_data.trainers.selection import HandoffRow, Selection, check_whole, state_bytes
 from drafter_data.trainers.specforge_config import RUN_ID, draft_config, write_target, write_vocab_mapping, yaml_config
 from drafter_data.trainers.verifier_norm import VerifierNorm, as_torch, require_torch
@@ -43,6 +44,11 @@ from drafter_data.trainers.vocabulary import count_supervised
 
 CONFIG_FILE = "specforge.yaml"
 _ROWS_A_FOLDER = 2000
+_CPU_SETTINGS = {
+    "training.fsdp_sharding": "NO_SHARD",
+    "training.attention_backend": "sdpa",
+    "data.dataloader_num_workers": "0",
+}
 _LINE = re.compile(r"^step (\d+): \{.*'loss': (nan|-?inf|[-+]?[0-9][0-9.eE+-]*)")
 _ACCURACY = re.compile(r"'acc_0': (nan|[-+]?[0-9][0-9.eE+-]*)")
 
@@ -89,18 +95,24 @@ class SpecForgeTrainer:
             manifest = make_manifest(
                 self.name, out, dataset, store, selection, request=request, model=model, table=table, options=options
             )
+            write_card(folder, manifest, dataset, selection)
             _write_settings(folder, manifest, checkpoint, dataset, selection, options)
             return seal(folder, manifest, self.command(manifest, options))
 
     def command(self, manifest: HandoffManifest, options: Mapping[str, str]) -> list[str]:
         """`specforge train -c specforge.yaml`; an option with a dot, such as `training.max_steps`, overrides a setting."""
-        overrides = [f"{name}={value}" for name, value in sorted(options.items()) if "." in name and not name.startswith("env.")]
+        settings = {name: value for name, value in options.items() if "." in name and not name.startswith("env.")}
+        environment: dict[str, str] = {}
+        if on_cpu(options):
+            environment = {"env.SPECFORGE_DEVICE": "cpu", "env.TRITON_INTERPRET": "1", "env.TORCHDYNAMO_DISABLE": "1"}
+            settings = _CPU_SETTINGS | settings
+        overrides = [f"{name}={value}" for name, value in sorted(settings.items())]
         processes = whole_number(options, "nproc")
         if processes:
             overrides.append(f"deployment.trainer.nproc_per_node={processes}")
         program = [options.get("python", sys.executable), "-m", "specforge.cli"]
         config = str(Path(manifest.folder) / CONFIG_FILE)
-        return [*environment_prefix(options), *program, "train", "-c", config, *overrides]
+        return [*environment_prefix({**environment, **options}), *program, "train", "-c", config, *overrides]
 
     def progress(self, line: str) -> TrainingPoint | None:
         """A point from a line such as `step 3: {'acc_0': 0.11, …, 'loss': 9.95, …}`."""

@@ -7,6 +7,7 @@ norm (speculators/train/data.py). Its split is positional: the first int(rows x 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -17,10 +18,11 @@ from data_contracts.plan import Exclusion
 from drafter_data.dataset import Dataset
 from drafter_data.errors import IdentityMismatch, TrainingFailed, UsageError
 from drafter_data.store.store import Store
+from drafter_data.trainers import speculators_cpu
 from drafter_data.trainers.checkpoint_files import fresh_checkpoint
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER
 from drafter_data.trainers.linked_view import DATA_FOLDER, STATES_FOLDER, VOCABULARY_FOLDER, linked_view_need, write_linked_view
-from drafter_data.trainers.options import environment_prefix, flag_list, trainer_flags, whole_number
+from drafter_data.trainers.options import environment_prefix, flag_list, on_cpu, trainer_flags, whole_number
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float32"}
 """Its reader refuses float16; float32 holds every float16."""
@@ -83,6 +85,8 @@ class SpeculatorsTrainer:
             "--total-seq-len": str(_sequence_tokens(manifest, options)),
             "--no-resume-from-checkpoint": "true",
         }
+        if on_cpu(options):
+            flags |= {"--num-workers": "0", "--draft-attn-impl": "sdpa", "--loss-implementation": "eager"}
         draft_size = whole_number(options, "draft_vocab_size")
         if draft_size is not None:
             vocabulary = folder / VOCABULARY_FOLDER
@@ -101,18 +105,29 @@ class SpeculatorsTrainer:
         )
 
     def finished(self, manifest: HandoffManifest, started_at: float) -> Checkpoint:
-        """The checkpoint of the last finished epoch. Raises TrainingFailed."""
+        """The checkpoint of the last finished epoch, with its validation metrics. Raises TrainingFailed."""
         folder = Path(manifest.folder) / CHECKPOINT_FOLDER
         epochs = [path for path in folder.glob("*") if path.name.isdigit() and not path.is_symlink()]
         if not epochs:
             raise TrainingFailed(f"no checkpoint of a finished epoch in {folder}", reason="no-checkpoint")
         last = max(epochs, key=lambda path: int(path.name))
-        return fresh_checkpoint(last, last / "model.safetensors", ("config.json", "training_state.json"), started_at)
+        required = ("config.json", "training_state.json")
+        checkpoint = fresh_checkpoint(last, last / "model.safetensors", required, started_at)
+        return checkpoint.model_copy(update={"metrics": _validation_metrics(last / "val_metrics.json")})
 
 
 def train_ratio(train_rows: int, rows: int) -> float:
     """A ratio r in (0, 1) with int(rows * r) == train_rows, which is how speculators cuts its dataset."""
     return (train_rows + 0.5) / rows
+
+
+def _validation_metrics(path: Path) -> dict[str, float]:
+    """Held-out loss and top-1 agreement of the draft's first step, where that epoch was validated and the best."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_bytes())
+    names = {"loss_epoch": "held_out_loss", "full_acc_0_epoch": "held_out_agreement"}
+    return {ours: float(found[theirs]) for theirs, ours in names.items() if theirs in found}
 
 
 def _sequence_tokens(manifest: HandoffManifest, options: Mapping[str, str]) -> int:
@@ -128,7 +143,7 @@ def _sequence_tokens(manifest: HandoffManifest, options: Mapping[str, str]) -> i
 
 def _launcher(options: Mapping[str, str]) -> list[str]:
     python = options.get("python", sys.executable)
-    script = options.get("script")
+    script = options.get("script") or (speculators_cpu.__file__ if on_cpu(options) else None)
     if script:
         return [python, script, "train"]
     processes = whole_number(options, "nproc")

@@ -1,0 +1,54 @@
+"""A store extracted by the pipeline from the embedded engine, and the environment of the real trainers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from drafter_data.embedded.checkpoint import ensure_checkpoint
+from tests.support.engines import running_engine
+
+SAMPLES = 90
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the pipeline left, by its commands alone."""
+
+    model: Path
+    dataset: Path
+    store: Path
+
+
+def command(*arguments: object) -> None:
+    """Runs a command of ours; fails with its output."""
+    done = subprocess.run([sys.executable, "-m", "drafter_data", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def trainer_python() -> Path:
+    """The interpreter of the environment that setup.sh makes, once a machine."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "drafter-data" / "trainers"
+    done = subprocess.run([Path(__file__).with_name("setup.sh"), folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"setup.sh failed: {done.stderr[-1500:]}")
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    folder = tmp_path_factory.mktemp("pipeline")
+    model = ensure_checkpoint(folder / "model")
+    command("sample-runs", "--out", folder / "runs", "--samples", SAMPLES, "--seed", 3, "--model", model)
+    runs = sorted((folder / "runs").iterdir())
+    command("merge", *runs, "--out", folder / "dataset")
+    with running_engine(model) as engine:
+        command("extract", folder / "dataset", "--store", folder / "store", "--url", engine.url, "--kind", "embedded")
+    return Pipeline(model, folder / "dataset", folder / "store")
