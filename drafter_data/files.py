@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,21 @@ def write_atomic(final: Path, data: bytes | str, mode: int = 0o644) -> None:
     """Writes a small file whole or not at all."""
     with atomic_path(final, mode) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_new(final: Path, data: str) -> None:
+    """Writes a small file whole unless it is there already: of two writers at once the first stays."""
+    temporary = final.with_name(temporary_name(final.name))
+    try:
+        with temporary.open("x") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, final)
+        fsync_folder(final.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def replace_link(link: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -66,7 +66,9 @@ class Leases:
         finally:
             with self._lock:
                 del self._held[key]
-                self._path(key).unlink(missing_ok=True)
+            with self._guard():
+                if self._is_ours(key):
+                    self._path(key).unlink(missing_ok=True)
 
     def all(self) -> dict[str, tuple[Lease, bool]]:
         """Every lease by chunk key, and whether its holder lives (as far as this host can tell)."""
@@ -86,9 +88,21 @@ class Leases:
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             with self._lock:
-                for key, lease in list(self._held.items()):
-                    self._held[key] = renewed = lease.model_copy(update={"expires_at": time.time() + LEASE_SECONDS})
-                    write_atomic(self._path(key), renewed.model_dump_json())
+                held = list(self._held)
+            for key in held:
+                with suppress(OSError):  # a full disk or a stale mount: tried again at the next tick, within the lease
+                    self._renew_one(key)
+
+    def _renew_one(self, key: str) -> None:
+        """Extends a lease that is still ours: after a long stop another holder may have taken it."""
+        with self._guard(), self._lock:
+            if key in self._held and self._is_ours(key):
+                self._held[key] = renewed = self._held[key].model_copy(update={"expires_at": time.time() + LEASE_SECONDS})
+                write_atomic(self._path(key), renewed.model_dump_json())
+
+    def _is_ours(self, key: str) -> bool:
+        lease = self._read(key)
+        return lease is not None and lease.process == own_process()
 
     def close(self) -> None:
         """Stops renewing."""

@@ -5,6 +5,7 @@ Each writer appends to its own file, so a torn last line (a power cut) is never 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -15,8 +16,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from data_contracts.receipt import DroppedReceipt, Receipt
+from drafter_data.files import fsync_folder
 
-_KEY_FIELD = b'"state_key":"'
 _DROPPED = b'{"dropped":"'
 _OFFSET_BITS = 40
 MOST_OPEN_FILES = 32
@@ -56,6 +57,7 @@ class ReceiptLog:
         self._sync_lock = threading.Lock()
         self._unsynced: dict[int, Path] = {}
         self._written = self._synced = 0
+        self._lost_from: int | None = None
 
     def refresh(self) -> None:
         """Takes in what this and other writers have appended since the last look."""
@@ -162,33 +164,45 @@ class ReceiptLog:
                     position += len(line)
 
     def _append(self, prefix: str, record: str) -> None:
-        """Writes a line and returns once it is on disk. Threads that wait for the disk together share one fsync a file."""
+        """Writes a line and returns once it is on disk. Threads that wait for the disk together share one fsync a file.
+
+        Raises OSError for every line that a failed write or fsync may have lost; the file then ends in whole lines.
+        """
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
-            os.write(descriptor, record.encode() + b"\n")
+            _write_whole(descriptor, record.encode() + b"\n")
             self._written += 1
             mine = self._written
             self._unsynced[descriptor] = path
         with self._sync_lock:
-            if self._synced >= mine:
-                return
-            with self._lock:
-                upto, batch = self._written, dict(self._unsynced)
-                self._unsynced.clear()
+            if self._lost_from is not None and mine >= self._lost_from:
+                raise OSError(errno.EIO, "an fsync of the receipts failed")
+            if self._synced < mine:
+                self._sync_all()
+
+    def _sync_all(self) -> None:
+        """Syncs and indexes everything written so far (under the sync lock)."""
+        with self._lock:
+            first, upto, batch = self._synced + 1, self._written, dict(self._unsynced)
+            self._unsynced.clear()
+        try:
             for unsynced in batch:
                 os.fsync(unsynced)
-            with self._lock:
-                for written in batch.values():
-                    self._read_new(written)
-            self._synced = upto
+        except OSError:
+            self._lost_from = first  # pages that an fsync failed for may be gone: no later fsync of this writer proves anything
+            raise
+        with self._lock:
+            for written in batch.values():
+                self._read_new(written)
+        self._synced = upto
 
     def _handle(self, path: Path) -> int:
         """The descriptor of one of our files (under the lock); the oldest is closed when there are many."""
         descriptor = self._handles.pop(path.name, None)
         if descriptor is None:
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            _fsync_folder_of(path)
+            fsync_folder(path.parent)
         self._handles[path.name] = descriptor
         for name in list(self._handles)[:-MOST_OPEN_FILES]:
             if self._handles[name] not in self._unsynced and not self._sync_lock.locked():
@@ -209,21 +223,20 @@ def _taken_back(key: str, line: ReceiptLine, reason: str) -> DroppedReceipt:
 
 def _key_of(line: bytes) -> bytes | None:
     """The state key of a receipt line; None for a line that is no receipt (fsck names those)."""
-    if line.startswith(b"{" + _KEY_FIELD) and line.endswith(b"}\n"):
-        start = 1 + len(_KEY_FIELD)
-        try:
-            return bytes.fromhex(line[start : start + 40].decode())
-        except ValueError:
-            return None
     try:
         return bytes.fromhex(Receipt.model_validate_json(line).state_key)
-    except (ValidationError, ValueError):
+    except ValueError:  # ValidationError is one
         return None
 
 
-def _fsync_folder_of(path: Path) -> None:
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+def _write_whole(descriptor: int, line: bytes) -> None:
+    """Appends a line whole or not at all: a full disk may take only its beginning. Raises OSError."""
+    end = os.fstat(descriptor).st_size
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        written = os.write(descriptor, line)
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
+    if written != len(line):
+        os.ftruncate(descriptor, end)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -31,7 +31,7 @@ from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
-from drafter_data.files import TEMPORARY_PREFIX, write_atomic
+from drafter_data.files import TEMPORARY_PREFIX, write_new
 from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.store.commit import write_state
 from drafter_data.store.leases import Lease, Leases
@@ -95,7 +95,7 @@ class Store:
             try:
                 for name in ("states", "receipts", "leases", "plans"):
                     (root / name).mkdir(parents=True, exist_ok=True)
-                write_atomic(record_path, StoreRecord(identity=identity).model_dump_json(indent=2))
+                write_new(record_path, StoreRecord(identity=identity).model_dump_json(indent=2))
             except OSError as error:
                 raise InputError(
                     f"cannot make a store at {root}: {error.strerror}; name a writable folder", reason="store-not-writable"
