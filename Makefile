@@ -49,6 +49,17 @@ test-real: setup-test ## the tests with a real SGLang, vLLM, trainers and browse
 bench-merge: setup-test ## merge against `datasets` on the same rows (1 GB tokenised, 200 MB conversations)
 	@$(BIN)/python -m benchmarks.merge.bench
 
+.PHONY: demo-train bench-handoff
+TRAINERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/drafter-data/trainers
+demo-train: setup ## go on from `make demo` to an EAGLE-3 drafter trained by speculators on the CPU, beside ridge's (.demo/train)
+	@test -f .demo/handoff/manifest.json || $(MAKE) demo
+	@tests/real_trainers/setup.sh $(TRAINERS)
+	@rm -rf .demo/train
+	@$(BIN)/python -m drafter_data.trainers.demo_train .demo/handoff .demo/train $(TRAINERS)/bin/python
+
+bench-handoff: setup-test ## links under 5 s for 10 GB, and conversion for SpecForge beside a plain copy (FOLDER=)
+	@$(BIN)/python -m benchmarks.handoff.bench_handoff $(or $(FOLDER),/var/tmp)
+
 lock: ## renew the lock files (needs uv)
 	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
 	    pyproject.toml requirements/build.in requirements/test.in --output-file requirements/test.lock

@@ -8,6 +8,7 @@ OUT/files.parquet, OUT/manifest.json
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from data_contracts.handoff import FILES_FILE, HandoffManifest, SpaceNeed
 from data_contracts.plan import Exclusion
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.dataset import Dataset
-from drafter_data.errors import IdentityMismatch
+from drafter_data.errors import GateClosed, IdentityMismatch
 from drafter_data.files import write_atomic
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import write_arrow_dataset
@@ -53,8 +54,11 @@ def model_of_store(model: Path, store: Store) -> Checkpoint:
 def select_for(
     dataset: Dataset, store: Store, model: Checkpoint, exclusions: tuple[Exclusion, ...], options: Mapping[str, str]
 ) -> Selection:
-    """The rows that a trainer may see, by the options `validation_share` and `verify_all`."""
-    return select_rows(
+    """The rows that a trainer may see, by the options `validation_share`, `verify_all` and `max_error_rate`.
+
+    Raises GateClosed when more rows fail here, after the gate, than that share.
+    """
+    selection = select_rows(
         dataset,
         store,
         Verifier(model.vocab_size, model.final_norm()),
@@ -62,6 +66,16 @@ def select_for(
         validation_share=fraction(options, "validation_share", 0.1),
         verify_all=is_true(options, "verify_all"),
     )
+    known = {exclusion.sample_key for exclusion in exclusions}
+    failed = [exclusion for exclusion in selection.exclusions if exclusion.sample_key not in known]
+    if len(failed) > fraction(options, "max_error_rate", 0.0, or_one=True) * dataset.record.rows:
+        reasons = Counter(exclusion.reason for exclusion in failed)
+        raise GateClosed(
+            f"{len(failed)} of {dataset.record.rows} rows cannot be handed off ("
+            + ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+            + f"), for example: {failed[0].detail}; extract them again, or allow the share that you accept (max_error_rate)"
+        )
+    return selection
 
 
 def write_linked_view(

@@ -8,6 +8,7 @@ from drafter_data.errors import UsageError
 
 OWN_OPTIONS = {
     "validation_share": "share of prompts held out, by content hash (default 0.1)",
+    "max_error_rate": "largest share of rows that may fail the checks of the hand-off itself (default 0)",
     "draft_vocab_size": "size of the drafter's reduced vocabulary (default: the whole one)",
     "verify_all": "true: read every state whole before it is handed off",
     "python": "interpreter of the environment that has the trainer (default: this one)",
@@ -33,14 +34,14 @@ def parse_options(texts: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def fraction(options: Mapping[str, str], name: str, default: float) -> float:
-    """A number of 0 up to, but not, 1. Raises UsageError."""
+def fraction(options: Mapping[str, str], name: str, default: float, *, or_one: bool = False) -> float:
+    """A number of 0 up to, but not (unless `or_one`), 1. Raises UsageError."""
     text = options.get(name, str(default))
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 1:
+    if not (0 <= value < 1 or (or_one and value == 1)):
         raise UsageError(f"option {name}: expected a number from 0 up to 1, found {text!r}", reason="bad-option")
     return value
 

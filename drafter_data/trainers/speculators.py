@@ -18,8 +18,8 @@ from data_contracts.plan import Exclusion
 from drafter_data.dataset import Dataset
 from drafter_data.errors import IdentityMismatch, TrainingFailed, UsageError
 from drafter_data.store.store import Store
-from drafter_data.trainers import speculators_cpu
 from drafter_data.trainers.checkpoint_files import fresh_checkpoint
+from drafter_data.trainers.cpu import run_speculators
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER
 from drafter_data.trainers.linked_view import DATA_FOLDER, STATES_FOLDER, VOCABULARY_FOLDER, linked_view_need, write_linked_view
 from drafter_data.trainers.options import environment_prefix, flag_list, on_cpu, trainer_flags, whole_number
@@ -143,7 +143,7 @@ def _sequence_tokens(manifest: HandoffManifest, options: Mapping[str, str]) -> i
 
 def _launcher(options: Mapping[str, str]) -> list[str]:
     python = options.get("python", sys.executable)
-    script = options.get("script") or (speculators_cpu.__file__ if on_cpu(options) else None)
+    script = options.get("script") or (run_speculators.__file__ if on_cpu(options) else None)
     if script:
         return [python, script, "train"]
     processes = whole_number(options, "nproc")

@@ -1,7 +1,7 @@
 """Runs `speculators ...` without a GPU: for demonstrations and tests. A script for the trainer's own environment.
 
 speculators 0.9.0 places its model on an accelerator and synchronises it in its step timer; both are replaced here. Usage, with the
-arguments of the `speculators` command: python speculators_cpu.py train ...
+arguments of the `speculators` command: python run_speculators.py train ...
 """
 
 from __future__ import annotations
