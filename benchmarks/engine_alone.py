@@ -46,7 +46,11 @@ def main() -> None:
     parser.add_argument("--mean-tokens", type=float, default=600.0)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.1, 0.5], help="dump rates as shares of cp + sync")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sglang", action="store_true", help="a real SGLang on the CPU instead")
     options = parser.parse_args()
+    if options.sglang:
+        against_sglang(options.work, options.samples, options.mean_tokens, options.repeats)
+        return
     rows: list[list[Cell]] = []
     goals: dict[str, str] = {}
     with work_folder(options.work) as work, work_folder(RAM_DISK) as ram:
@@ -69,6 +73,28 @@ def main() -> None:
             rows=rows,
             goals=goals,
             notes=[f"cp + sync of 4 x 64 MiB from the RAM disk just before: {disk / 1e6:,.0f} MB/s", SESSION_NOTE],
+        )
+    )
+
+
+def against_sglang(parent: Path, samples: int, mean_tokens: float, repeats: int) -> None:
+    """The same on a real SGLang. One run of each side goes before, so that neither warms the engine up for the other."""
+    from benchmarks.real_engines import sglang
+
+    with work_folder(parent) as work:
+        prompts = prompts_of(field_lengths(samples, mean_tokens=mean_tokens))
+        with sglang(work) as running:
+            side = Side("SGLang", running.parameters(), running.dump_folder)
+            ratio, rows = compare(side, work / "runs", prompts, repeats)
+    publish(
+        Result(
+            name="engine_alone_sglang",
+            title="Against the engine alone: SGLang 0.5.23 on the CPU, Llama of 8 layers, hidden size 128, float32",
+            command=f"python -m benchmarks.engine_alone --sglang --samples {samples} --mean-tokens {mean_tokens:g}",
+            columns=COLUMNS,
+            rows=rows,
+            goals={"pipeline / engine alone (goal <= 1.05)": f"{ratio:.3f}"},
+            notes=[SESSION_NOTE],
         )
     )
 
