@@ -45,7 +45,8 @@ def run_chunk(which: ChunkParameters, engine: EngineParameters, extraction: Extr
     chunk = load_plan(store, dataset_id).chunks[which.index]
     with running_engine(engine_of_this_host(engine), workspace) as running:
         checked = preflight.check(workspace, dataset, running, extraction, None)
-        ended = chunks.extract_chunks(chunks.session_of(workspace, dataset, running, extraction, checked), [chunk], extraction)
+        session = chunks.session_of(workspace, dataset, running, extraction, checked)
+        ended = chunks.extract_chunks(session, [chunk], extraction.model_copy(update={"fan_out": "tasks"}))
     if ended:
         raise ChunkIncomplete(ended[chunk.index])
     return Completed(message=f"chunk {chunk.index}: all {chunk.samples:,} samples are in the store")

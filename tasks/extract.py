@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -11,7 +12,7 @@ from uuid import UUID
 from prefect import Task, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.futures import PrefectFuture, as_completed
+from prefect.futures import as_completed
 from prefect.states import Cancelled
 from prefect.utilities.annotations import unmapped
 
@@ -19,15 +20,17 @@ from data_contracts.extraction import ChunkResult
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.plan import Chunk
 from data_contracts.preflight import PreflightReport
-from drafter_data.errors import ChunkIncomplete, DrafterDataError, EngineLost, StoreFull, TooManyFailures
+from drafter_data.errors import ChunkIncomplete, DrafterDataError, EngineLost, LeaseHeld, StoreFull, TooManyFailures
 from drafter_data.extraction.chunk import extract_chunk as extract_chunk_samples
 from drafter_data.extraction.progress import Reporter, Snapshot
 from drafter_data.extraction.session import ExtractionSession, SessionSettings, shared_session
 from drafter_data.workspace import Workspace
 from tasks.publishing import STAGE, run_logger, say
+from tasks.send import send_chunks
 
 REPORT_SECONDS = 5.0
 RETRY_SECONDS = 5.0
+HELD = "Held"
 STOPS_THE_RUN = (EngineLost, StoreFull, TooManyFailures)
 """What stops one chunk would stop the next as well."""
 
@@ -35,9 +38,9 @@ ChunkOutcome = ChunkResult | State[Any]
 
 
 def may_succeed_later(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:  # noqa: ARG001 - Prefect's signature
-    """A chunk is tried again when the engine was away or samples failed, never when the engine refused them (4xx)."""
+    """A chunk is tried again when samples failed, not when the engine refused them (4xx) or the whole run has to stop."""
     error: object = state.data
-    return isinstance(error, (ChunkIncomplete, EngineLost)) and error.reason != "request-refused"
+    return isinstance(error, ChunkIncomplete) and error.reason != "request-refused"
 
 
 @task(
@@ -47,12 +50,21 @@ def may_succeed_later(task: Task[..., Any], run: TaskRun, state: State[Any]) -> 
     retry_condition_fn=may_succeed_later,
     **STAGE,
 )
-def extract_chunk(settings: SessionSettings, chunk: Chunk) -> ChunkOutcome:
-    """Brings what the store lacks of a chunk. Raises ChunkIncomplete when samples failed: what was stored stays stored."""
+def extract_chunk(settings: SessionSettings, chunk: Chunk, wait: bool) -> ChunkOutcome:
+    """Brings what the store lacks of a chunk. Raises ChunkIncomplete when samples failed: what was stored stays stored.
+
+    A chunk that another run holds ends as `Held`, unless it is to be waited for.
+    """
     with shared_session(settings) as session:
         if session.extractor.stop.is_set():
             return Cancelled(message="not started: an earlier chunk stopped the run")
-        result = extract_chunk_samples(session, chunk.index)
+        try:
+            result = extract_chunk_samples(session, chunk.index, wait=wait)
+        except LeaseHeld as error:
+            return Cancelled(name=HELD, message=f"{error}; asked again after the others")
+        except STOPS_THE_RUN:
+            session.interrupt()
+            raise
     say(
         f"chunk {chunk.index}: {result.extracted} extracted, {result.reused} stored before, {result.rechecked} extracted again and "
         f"compared, {len(result.failures)} failed, {result.tokens / max(result.seconds, 1e-9):,.0f} tok/s"
@@ -84,44 +96,55 @@ def session_of(
 
 
 def extract_chunks(settings: SessionSettings, chunks: list[Chunk], parameters: ExtractionParameters) -> dict[int, str]:
-    """Runs all chunk tasks and shows progress; returns how each chunk that failed ended. The ledger decides, not the tasks."""
+    """Runs all chunks and shows progress; returns how each chunk that failed ended. The ledger decides, not the tasks."""
     if not chunks:
         return {}
+    if parameters.fan_out == "deployment":
+        return send_chunks(settings, chunks)
     with shared_session(settings) as session, shown_progress(session):
-        one_chunk = extract_chunk.with_options(retries=parameters.chunk_retries)
-        futures = one_chunk.map(chunk=chunks, settings=unmapped(settings))
-        chunk_of = {future.task_run_id: chunk.index for future, chunk in zip(futures, chunks, strict=True)}
         try:
-            return dict(_failures(session, list(futures), chunk_of))
+            ended = _run_all(settings, chunks, parameters.chunk_retries, wait=False)
+            held = [chunk for chunk in chunks if chunk.index in ended and ended[chunk.index].name == HELD]
+            if held:
+                ended |= _run_all(settings, held, parameters.chunk_retries, wait=True)
         except BaseException:  # cancelled: the chunks end within their requests
             session.interrupt()
             raise
+    return {index: failure_message(state) for index, state in ended.items() if not state.is_completed()}
 
 
-def _failures(
-    session: ExtractionSession, futures: list[PrefectFuture[ChunkOutcome]], chunk_of: dict[Any, int]
-) -> Generator[tuple[int, str]]:
-    for future in as_completed(futures):
+def _run_all(settings: SessionSettings, chunks: list[Chunk], retries: int, *, wait: bool) -> dict[int, State[Any]]:
+    """One task a chunk; returns how each ended."""
+    futures = extract_chunk.with_options(retries=retries).map(chunk=chunks, settings=unmapped(settings), wait=unmapped(wait))
+    chunk_of = {future.task_run_id: chunk.index for future, chunk in zip(futures, chunks, strict=True)}
+    ended: dict[int, State[Any]] = {}
+    for future in as_completed(list(futures)):
         future.wait()
-        state = future.state
-        if state.is_completed():
-            continue
-        if isinstance(state.data, STOPS_THE_RUN):
-            session.interrupt()
-        yield chunk_of[future.task_run_id], str(state.data) if isinstance(state.data, DrafterDataError) else state.message or ""
+        ended[chunk_of[future.task_run_id]] = future.state
+    return ended
+
+
+def failure_message(state: State[Any]) -> str:
+    """What ended a failed task: the failure's own words. Prefect keeps an exception inside a record of the result."""
+    error = getattr(state.data, "result", state.data)
+    return str(error) if isinstance(error, DrafterDataError) else state.message or ""
 
 
 @contextmanager
 def shown_progress(session: ExtractionSession) -> Generator[None]:
     """A progress bar in the UI and a line in the log every few seconds."""
-    logger = run_logger()
+    logger, context = run_logger(), copy_context()
     artifact = cast(UUID, create_progress_artifact(progress=0.0, key="extraction", description="waiting for the first sample"))
 
     def show(now: Snapshot) -> None:
         logger.info(now.line())
-        update_progress_artifact(artifact, progress=round(100 * now.share, 2), description=now.line())
+        try:
+            update_progress_artifact(artifact, progress=round(100 * now.share, 2), description=now.line())
+        except Exception as error:  # noqa: BLE001 - a server that restarts must not end the extraction's report
+            logger.warning("the progress artifact was not updated: %s", error)
 
-    reporter = Reporter(session.snapshot, show, REPORT_SECONDS)
+    # Prefect's settings and run live in the context, which a thread does not inherit.
+    reporter = Reporter(session.snapshot, lambda now: context.run(show, now), REPORT_SECONDS)
     try:
         yield
     finally:

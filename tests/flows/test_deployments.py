@@ -37,8 +37,9 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
     store.close()
 
     chunk = {"dataset": str(tmp_path / "other/dataset"), "store": str(tmp_path / "other/store"), "index": 0, "keep_free_gb": 0.01}
+    on_hosts = {"fan_out": "deployment", "chunk_samples": 12}
     sent = {
-        "extract": send(services, "extract/extract-100k", parameters(run, tmp_path / "full")),
+        "extract": send(services, "extract/extract-100k", parameters(run, tmp_path / "full", extraction=on_hosts)),
         "extract-chunk": send(services, "extract-chunk", {"chunk": chunk}),
         "refresh": send(services, "nightly-refresh", parameters(run, tmp_path / "refreshed")),
     }

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,7 @@ def test_retry_of_a_run_with_two_failed_chunks_extracts_exactly_those(services: 
     shutil.rmtree(services.folder / "storage", ignore_errors=True)  # the results cache
     door.refuses, door.asked = lambda key: False, []
     retry_as_the_ui_does(services, run_id)
-    wait_for_run_count(services, run_id, 2)
+    wait_for(lambda: read_run(services, run_id)["run_count"] == 2)
     second = follow(services, run_id, print, timeout_seconds=LIMIT_SECONDS)
 
     assert second["state_type"] == "COMPLETED"
@@ -119,11 +121,27 @@ def test_kill_of_the_flow_in_mid_chunk_then_a_new_run_extracts_what_is_missing_o
     assert not list((tmp_path / "dumps").glob("dd1-*"))
 
 
-def wait_for_run_count(services: Services, run_id: str, count: int) -> None:
-    """Until the worker has taken the run up again."""
-    waited = threading.Event()
-    for _ in range(1200):
-        if read_run(services, run_id)["run_count"] >= count:
-            return
-        waited.wait(0.2)
-    raise AssertionError(f"run {run_id} was not started a {count}th time")
+def test_cancel_in_mid_chunk_ends_the_engine_and_everything_else(services: Services, tmp_path: Path) -> None:
+    run, work = write_run(tmp_path / "run.jsonl", 400, longest=1500), tmp_path / "work"
+    given = parameters(run, work, extraction={"in_flight": 1})
+    run_id = send(services, "extract-100k", given)
+    wait_for(lambda: bool(list(work.glob("store/states/*/*.safetensors"))))
+    worker = next(process for process in services.running() if process.name == "worker")
+    family = descendants(worker.pid)
+    assert len(family) > 2, "the flow's process, its supervisor and the engine's"
+
+    state = {"type": "CANCELLING", "name": "Cancelling"}
+    requests.post(f"{services.api}/flow_runs/{run_id}/set_state", json={"state": state}, timeout=30).raise_for_status()
+    assert follow(services, run_id, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "CANCELLED"
+
+    wait_for(lambda: not any(process.alive() for process in family))
+    assert not list(work.rglob(f"{TEMPORARY_PREFIX}*.safetensors*"))
+    assert not list((work / "store" / "leases").glob("*.json")), "no lease is left to wait for"
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Until something has happened."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
