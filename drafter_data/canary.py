@@ -20,14 +20,18 @@ from data_contracts.preflight import CanaryFigures
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.costs import CostModel
+from drafter_data.embedded.llama import Llama
 from drafter_data.engines.base import Engine, PrefillRequest
-from drafter_data.errors import EngineLost, InputError, PassMixed, PreflightRefused, SampleError
+from drafter_data.errors import DumpMissing, EngineLost, InputError, PreflightRefused, RequestRefused, SampleError
+from drafter_data.extraction.sample import check_reply
 from drafter_data.safetensors_file import as_float32
 from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids, hash_and_check, relative_frobenius
 
 TOLERANCE_FLOOR: dict[StateDtype, float] = {"F32": 1e-5, "F16": 5e-3, "BF16": 3e-2}
 """Relative Frobenius distance that batching alone may cause: it changes the order of additions, and so bits."""
 TOLERANCE_FACTOR = 4.0
+REFERENCE_TOLERANCE = 2e-2
+MOST_REFERENCE_BYTES = 2 << 30
 PROMPT_TOKENS = 48
 ATTEMPTS = 4
 MOST_DUMP_SECONDS = 20.0
@@ -51,13 +55,15 @@ class Canary:
         self._timeout = min(dump_timeout_seconds, MOST_DUMP_SECONDS)
         self._random = random.Random(f"canary{seed}")  # noqa: S311 - a seeded choice
         self._requests = 0
+        self.repeated: list[str] = []
+        """Reasons of requests that had to be asked again."""
         try:
             self._proof = LogprobProof(checkpoint, self._info.identity.final_norm, self._info.identity.dtype)
         except InputError:
             self._proof = None
 
     def run(self, lengths: Sequence[int], longest: int, costs: CostModel) -> CanaryFigures:
-        """One prompt twice, two of one length at once, one prompt of each of `lengths` and one of `longest` tokens.
+        """One prompt twice and once cut short, two of one length at once, one prompt of each of `lengths` and of `longest` tokens.
 
         Feeds the cost model. Raises PreflightRefused, with what to change, when anything is not as sent.
         """
@@ -65,6 +71,8 @@ class Canary:
         short = min(PROMPT_TOKENS, longest)
         prompt = self._prompt(short)
         first, second = self._ask(prompt), self._ask(prompt)
+        self._check_beginning(prompt, first)
+        self._check_reference(prompt, first)
         self._pair(short)
         answers = [first, second]
         for length in sorted({*lengths, longest}):
@@ -89,6 +97,43 @@ class Canary:
             tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
         )
 
+    def _check_beginning(self, ids_s: NDArray[np.int64], whole: _Answer) -> None:
+        """A causal model gives the beginning of a prompt the same states whatever follows; mixed rows or axes do not."""
+        cut = len(ids_s) * 2 // 3
+        if cut == 0:
+            return
+        error = relative_frobenius(self._ask(ids_s[:cut]).states_slh, whole.states_slh[:cut])
+        if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
+            raise PreflightRefused(
+                f"the first {cut} tokens of a prompt gave states {error:.2e} apart (relative Frobenius) with and without the rest: "
+                "the dump's rows are not the tokens' (transposed, shifted or mixed); check the capture's layout",
+                reason="canary-beginning-differs",
+            )
+
+    def _check_reference(self, ids_s: NDArray[np.int64], found: _Answer) -> None:
+        """Compares with a forward pass of our own, for models that the embedded engine computes and that are small enough.
+
+        Nothing else than a reference can tell a layer from its neighbour; of larger models the layer ids are taken on trust.
+        """
+        identity = self._info.identity
+        if sum(path.stat().st_size for path in self._checkpoint.weight_files()) > MOST_REFERENCE_BYTES:
+            return
+        try:
+            model = Llama(self._checkpoint)
+        except InputError:
+            return
+        expected_slh = model.forward(ids_s, identity.layers)
+        if identity.final_norm == "post":
+            expected_slh[:, -1] = model.final_norm(expected_slh[:, -1])
+        errors = [relative_frobenius(found.states_slh[:, c], expected_slh[:, c]) for c in range(len(identity.layers))]
+        if max(errors) > REFERENCE_TOLERANCE:
+            layers = ", ".join(f"{layer} by {error:.2g}" for layer, error in zip(identity.layers, errors, strict=True))
+            raise PreflightRefused(
+                f"the dumped states differ from this model's own (relative Frobenius, layer {layers}): the engine captures other "
+                "layers, in another order, or serves another model; check its layer ids (0 = embeddings)",
+                reason="canary-reference-differs",
+            )
+
     def _pair(self, tokens: int) -> None:
         """Two different prompts of one length at once, where the engine's dumps allow it: each must get its own."""
         if self._info.lengths_must_differ or self._info.in_flight_limit < 2:
@@ -103,15 +148,16 @@ class Canary:
         )
 
     def _ask(self, ids_s: NDArray[np.int64]) -> _Answer:
-        """One prompt and its states. A dump that others' traffic spoilt is asked for again, as a sample's would be."""
-        for attempt in range(ATTEMPTS):
+        """One prompt and its states. What went wrong once is asked for again, as a sample's would be."""
+        attempts = ATTEMPTS
+        while True:
             try:
                 return self._ask_once(ids_s)
             except PreflightRefused as error:
-                spoilt = isinstance(error.__cause__, PassMixed)
-                if not spoilt or attempt + 1 == ATTEMPTS:
+                attempts -= 2 if isinstance(error.__cause__, DumpMissing) else 1  # each of those takes its whole time limit
+                if attempts <= 0 or isinstance(error.__cause__, RequestRefused):
                     raise
-        raise AssertionError("unreachable")
+                self.repeated.append(error.reason.removeprefix("canary-"))
 
     def _ask_once(self, ids_s: NDArray[np.int64]) -> _Answer:
         self._requests += 1
@@ -119,6 +165,7 @@ class Canary:
         label = f"canary prompt of {len(ids_s)} tokens"
         try:
             reply = self._engine.send(request)
+            check_reply(request, reply)
             dump = self._engine.claim(request, reply, time.monotonic() + self._timeout)
             try:
                 identity = self._info.identity
@@ -137,9 +184,8 @@ class Canary:
         if proof_error is not None and self._proof and proof_error > self._proof.tolerance:
             raise PreflightRefused(
                 f"{label}: the dump's final state does not give the reply's log-probabilities (off by {proof_error:.3g} "
-                "nats, tolerance "
-                f"{self._proof.tolerance:.3g}): another model than {self._checkpoint.folder}, another norm, or another layer "
-                "as the final one",
+                f"nats, tolerance {self._proof.tolerance:.3g}): another model than {self._checkpoint.folder}, another norm, or "
+                "another layer as the final one",
                 reason="canary-proof-failed",
             )
         return _Answer(states_slh, reply.seconds, proof_error)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_contracts.identity import StoreIdentity
 from data_contracts.parameters import ExtractionParameters
 from data_contracts.preflight import PreflightReport
 from drafter_data.canary import Canary
@@ -15,7 +16,7 @@ from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine, EngineInfo
 from drafter_data.errors import InputError, PreflightRefused
-from drafter_data.extraction.session import state_bytes_per_token
+from drafter_data.files import existing_parent
 from drafter_data.store.store import RECORD_FILE, Store
 
 PROBE_QUANTILES = (0.05, 0.3, 0.55, 0.8, 0.97)
@@ -28,7 +29,6 @@ def run_preflight(
     extraction: ExtractionParameters,
     *,
     keep_free_bytes: int = 0,
-    trainer_bytes_per_token: int = 0,
     seed: int = 0,
 ) -> PreflightReport:
     """Checks settings, space and identity, sends the canary, opens (or makes) the store and keeps the probes' cost history.
@@ -36,8 +36,8 @@ def run_preflight(
     Raises PreflightRefused, IdentityMismatch or InputError with what to change; then nothing was written.
     """
     info = engine.describe()
-    if (store_root / RECORD_FILE).is_file():
-        Store.open(store_root, info.identity).close()
+    to_come = bytes_to_come(dataset, store_root, info.identity, info.max_prompt_tokens)
+    check_free(store_root, to_come, keep_free_bytes)
     lengths = _lengths(dataset, info)
     checkpoint = Checkpoint.open(Path(info.provenance.model))
     _check_model(info, checkpoint)
@@ -50,7 +50,8 @@ def run_preflight(
     store = Store.open(store_root, info.identity)
     try:
         notes = _notes(info, swept, dataset, lengths, store.record_provenance(info.provenance))
-        _check_store_space(dataset, store, info, keep_free_bytes, trainer_bytes_per_token)
+        if canary.repeated:
+            notes.append(f"{len(canary.repeated)} canary requests had to be repeated: {', '.join(sorted(set(canary.repeated)))}")
         costs.save(costs_path(store_root, info.fingerprint))
         return PreflightReport(
             engine=info.kind,
@@ -61,7 +62,7 @@ def run_preflight(
             in_flight=min(extraction.in_flight, info.in_flight_limit),
             lengths_must_differ=info.lengths_must_differ,
             max_prompt_tokens=info.max_prompt_tokens,
-            bytes_per_token=state_bytes_per_token(store),
+            bytes_per_token=info.identity.bytes_per_token,
             canary=figures,
             notes=tuple(notes),
         )
@@ -111,19 +112,30 @@ def _check_dump_folder(engine: Engine, info: EngineInfo, longest: int) -> None:
         )
 
 
-def _check_store_space(
-    dataset: Dataset, store: Store, info: EngineInfo, keep_free_bytes: int, trainer_bytes_per_token: int
-) -> None:
-    columns = dataset.columns("state_key", "num_tokens")
-    keys, tokens = columns.column("state_key").to_pylist(), columns.column("num_tokens").to_pylist()
-    lacking = {key: count for key, count in zip(keys, tokens, strict=True) if count <= info.max_prompt_tokens and key not in store}
-    need = sum(lacking.values()) * state_bytes_per_token(store) + sum(tokens) * trainer_bytes_per_token
-    free = shutil.disk_usage(store.root).free
-    if free - keep_free_bytes < need:
+def bytes_to_come(dataset: Dataset, store_root: Path, identity: StoreIdentity, max_prompt_tokens: int) -> int:
+    """Bytes of the states that the store, which need not be there yet, lacks. Raises IdentityMismatch for another's store."""
+    store = Store.open(store_root, identity) if (store_root / RECORD_FILE).is_file() else None
+    try:
+        columns = dataset.columns("state_key", "num_tokens")
+        keys, tokens = columns.column("state_key").to_pylist(), columns.column("num_tokens").to_pylist()
+        lacking = {
+            key: count
+            for key, count in zip(keys, tokens, strict=True)
+            if count <= max_prompt_tokens and (store is None or key not in store)
+        }
+        return sum(lacking.values()) * identity.bytes_per_token
+    finally:
+        if store is not None:
+            store.close()
+
+
+def check_free(store_root: Path, to_come: int, keep_free_bytes: int) -> None:
+    """Raises PreflightRefused when what is to come does not fit on the store's disk."""
+    free = shutil.disk_usage(existing_parent(store_root)).free
+    if free - keep_free_bytes < to_come:
         raise PreflightRefused(
-            f"store {store.root}: {need / 1e9:.3f} GB to come, {free / 1e9:.3f} GB free of which {keep_free_bytes / 1e9:.3f} "
-            "GB are to be "
-            "kept: free space, name a store on a larger disk, or extract fewer samples",
+            f"store {store_root}: {to_come / 1e9:.3f} GB to come, {free / 1e9:.3f} GB free of which {keep_free_bytes / 1e9:.3f} GB "
+            "are to be kept: free space, name a store on a larger disk, or extract fewer samples",
             reason="disk-too-small",
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from data_contracts.dump import ACKNOWLEDGEMENT, FILE_PREFIX, RID_PREFIX, TEMPORARY_PREFIX, name_of, rid_prefix_of
 from data_contracts.identity import StoreIdentity
-from drafter_data.claiming.folder import DumpFolder
+from drafter_data.claiming.folder import DumpFolder, check_size
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpMissing, DumpRejected, SampleError
@@ -157,6 +157,7 @@ class LabelledClaims:
     def _open(self, name: str, start: int, end: int) -> _Piece:
         descriptor = self._folder.open_file(name, writable=True)
         try:
+            check_size(descriptor, name, (end - start) * (8 + len(self._identity.layers) * self._identity.hidden_size * 4))
             return _Piece(name, descriptor, TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES), start, end)
         except MalformedFile as error:
             os.close(descriptor)
@@ -207,8 +208,10 @@ class LabelledClaims:
                     f"dump {piece.name}: label {key}: expected {value!r}, found {file.metadata.get(key)!r}", reason="label-differs"
                 )
         ids = file.array("token_ids")
-        if ids.dtype != np.int64 or ids.shape != (piece.end - piece.start,):
+        if ids.dtype != np.int64 or ids.ndim != 1:
             raise DumpRejected(f"dump {piece.name}: token_ids are {ids.dtype} {ids.shape}", reason="label-differs")
+        if len(ids) != piece.end - piece.start:
+            raise DumpRejected(f"dump {piece.name}: {len(ids)} rows, its name says {piece.start}..{piece.end}", reason="row-count")
         if not np.array_equal(ids, request.token_ids_s[piece.start : piece.end]):
             raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
         if file.array("hidden_states").ndim != 3 or len(file.array("hidden_states")) != len(ids):
@@ -244,7 +247,7 @@ class LabelledClaims:
         try:
             with TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES) as file:
                 return run_of(file.metadata.get("rid", ""))
-        except MalformedFile:
+        except (MalformedFile, OSError):  # also one too large to be mapped
             return None
         finally:
             os.close(descriptor)

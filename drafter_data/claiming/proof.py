@@ -27,12 +27,13 @@ class LogprobProof:
 
     def __init__(self, checkpoint: Checkpoint, final_norm: FinalNorm, dtype: str) -> None:
         self._rows = checkpoint.lm_head_rows()
+        self._vocab_size = checkpoint.vocab_size
         self._norm = checkpoint.final_norm() if final_norm == "pre" else None
         self.tolerance = TOLERANCE[dtype]
 
     def error(self, final_h: NDArray[np.float32], top_logprobs: Sequence[tuple[int, float]]) -> float | None:
-        """Largest deviation in nats over the returned tokens; None when the reply has too few finite ones to tell."""
-        finite = [(token, value) for token, value in top_logprobs if math.isfinite(value)]
+        """Largest deviation in nats over the returned tokens; None when the reply has too few usable ones to tell."""
+        finite = [(token, value) for token, value in top_logprobs if math.isfinite(value) and 0 <= token < self._vocab_size]
         if len(finite) < MIN_PAIRS:
             return None
         ids = [token for token, _ in finite]

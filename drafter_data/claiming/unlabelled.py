@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from data_contracts.identity import StoreIdentity
-from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, open_regular
+from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, check_size, open_regular
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.claiming.pt_layer import PtLayer
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
@@ -33,6 +33,7 @@ before it answers.
 """
 SETTLE_SECONDS = 5.0
 """How long after the reply its dump may still come when one of the right count was refused."""
+RESCAN_SECONDS = 0.002
 MAX_META_BYTES = 1 << 16
 
 
@@ -44,6 +45,7 @@ class _Seen:
     at: float
     tokens: int | None = None
     defect: str = ""
+    due: float = 0.0
     refused: dict[str, DumpRejected] = field(default_factory=dict[str, DumpRejected])
 
 
@@ -63,6 +65,7 @@ class UnlabelledClaims:
         self._lock = threading.Lock()
         self._seen: dict[str, _Seen] = {}
         self._scans = 0
+        self._scanned_at = 0.0
         self._open: dict[str, tuple[int, int]] = {}
         self.swept = 0
         self._scan()
@@ -89,12 +92,14 @@ class UnlabelledClaims:
         pause, start = 0.0005, time.monotonic()
         while True:
             with self._lock:
-                self._scan()
+                if time.monotonic() - self._scanned_at > RESCAN_SECONDS:  # all claims in flight share the scans
+                    self._scan()
                 candidates, larger = self._candidates(request), self._larger(request)
-                refused = self._refused(request)
             dump = self._settle(request, reply, candidates)
             if dump is not None:
                 return dump
+            with self._lock:
+                refused = self._refused(request)
             if refused and time.monotonic() - start > SETTLE_SECONDS:
                 raise refused
             if larger and time.monotonic() - start > MIXED_PASS_SECONDS:
@@ -147,8 +152,12 @@ class UnlabelledClaims:
         wanted, fresh = {tokens for _, tokens in self._open.values()}, time.monotonic() - SETTLE_SECONDS
         for name, seen in self._seen.items():
             # A young dump of a count that nobody waits for may be an early version of one.
-            if seen.tokens is None or (seen.tokens > 1 and seen.tokens not in wanted and seen.at > fresh and self._open):
+            open_question = seen.tokens is None or (seen.tokens > 1 and seen.tokens not in wanted and seen.at > fresh)
+            if open_question and seen.due <= time.monotonic():
                 seen.tokens, seen.defect = self._complete_tokens(name)
+                # What stays unfinished is looked at ever less often.
+                seen.due = time.monotonic() + (time.monotonic() - seen.at) / 8
+        self._scanned_at = time.monotonic()
         if self._exclusive:
             self._sweep_strays()
 
@@ -221,7 +230,7 @@ class UnlabelledClaims:
             if meta.get("final_norm", self._identity.final_norm) != self._identity.final_norm:
                 return -1, f"{name}: final state {meta['final_norm']!s:.20} the norm, expected {self._identity.final_norm}"
             for layer in self._identity.layers:
-                with _open_layer(descriptor, layer) as file:
+                with _open_layer(descriptor, layer, tokens * self._identity.hidden_size * 4) as file:
                     if file.tensors["hidden_states"].shape != (tokens, self._identity.hidden_size):
                         # It may be replaced by a newer version, so it is looked at again.
                         return None, f"{name}/{file.name}: {file.tensors['hidden_states'].shape}, meta.json says {tokens} tokens"
@@ -237,7 +246,8 @@ class UnlabelledClaims:
         """Stacks the layers of a complete dump to [S, L, H]."""
         descriptor = self._folder.open_subfolder(name)
         try:
-            files = [_open_layer(descriptor, layer) for layer in self._identity.layers]
+            most_bytes = request.tokens * self._identity.hidden_size * 4
+            files = [_open_layer(descriptor, layer, most_bytes) for layer in self._identity.layers]
         finally:
             os.close(descriptor)
         states_slh = np.stack([file.array("hidden_states") for file in files], axis=1)
@@ -269,7 +279,11 @@ class UnlabelledClaims:
             if seen.at < old and name not in self._before_lease and seen.tokens not in wanted
         ]
         for name in strays:
-            self._folder.remove(name)
+            try:
+                self._folder.remove(name)
+            except (OSError, DumpRejected):  # what no engine of ours wrote, a folder of folders say: left alone from now on
+                self._seen[name].at = float("inf")
+                continue
             del self._seen[name]
             self.swept += 1
 
@@ -288,14 +302,15 @@ def _read_meta(folder_descriptor: int) -> dict[str, object] | None:
         os.close(descriptor)
 
 
-def _open_layer(folder_descriptor: int, layer: int) -> TensorFile | PtLayer:
+def _open_layer(folder_descriptor: int, layer: int, most_bytes: int) -> TensorFile | PtLayer:
     """A layer's file, safetensors or, from patches older still, .pt. Raises FileNotFoundError when neither is there."""
     name = f"layer_{layer}.safetensors"
     try:
         descriptor = open_regular(name, folder_descriptor)
     except FileNotFoundError:
-        return _open_pt_layer(folder_descriptor, f"layer_{layer}.pt")
+        return _open_pt_layer(folder_descriptor, f"layer_{layer}.pt", most_bytes)
     try:
+        check_size(descriptor, name, most_bytes)
         file = TensorFile.of_descriptor(descriptor, name, 1 << 16)
     finally:
         os.close(descriptor)
@@ -304,9 +319,10 @@ def _open_layer(folder_descriptor: int, layer: int) -> TensorFile | PtLayer:
     return file
 
 
-def _open_pt_layer(folder_descriptor: int, name: str) -> PtLayer:
+def _open_pt_layer(folder_descriptor: int, name: str, most_bytes: int) -> PtLayer:
     descriptor = open_regular(name, folder_descriptor)
     try:
+        check_size(descriptor, name, most_bytes)
         return PtLayer.of_descriptor(descriptor, name)
     finally:
         os.close(descriptor)

@@ -148,7 +148,7 @@ class FaultyWriter:
                 with path.open("wb", buffering=0) as handle:
                     for start in range(0, len(data), max(1, len(data) // 3 + 1)):
                         handle.write(data[start : start + len(data) // 3 + 1])
-                        time.sleep(fault.seconds / 3)
+                        time.sleep(fault.seconds / 3 / len(files))
             return
         if fault.name == "versions":
             self._put(first)

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import requests
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import HTTPError, NewConnectionError, ReadTimeoutError
 
 from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.engines.interruptible import OpenSockets
 from drafter_data.errors import EngineLost, PreflightRefused, RequestRefused, SampleError
 
 MAX_REPLY_BYTES = 8 << 20
+MOST_LOGPROBS = 64
 TRANSIENT_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -77,12 +78,13 @@ class JsonClient:
     ) -> dict[str, Any]:
         """One request; the answer's JSON object. Raises EngineUnreachable, EngineBusy or RequestRefused."""
         timeout = self._timeout if timeout_seconds is None else (self._timeout[0], timeout_seconds)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        # No compression: a few bytes could become gigabytes.
+        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
         try:
             with self._session().request(
                 method, self.url + path, data=body, timeout=timeout, stream=True, headers=sent
             ) as response:
-                text = _bounded(response)
+                text = _bounded(response, time.monotonic() + timeout[1])
                 status = response.status_code
         except requests.RequestException as error:
             raise _unreachable(error)(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
@@ -176,14 +178,22 @@ def _unreachable(error: requests.RequestException) -> type[EngineUnreachable]:
     return EngineUnreachable if never_connected or not isinstance(error, requests.ConnectionError) else EngineBroke
 
 
-def _bounded(response: requests.Response) -> bytes:
-    """The body, up to a bound: a hostile server must not fill our memory."""
+def _bounded(response: requests.Response, deadline: float) -> bytes:
+    """The body as it comes, up to a bound of bytes and time: a server must neither fill our memory nor drip for ever."""
     parts, size = list[bytes](), 0
-    for part in response.iter_content(1 << 16):
-        size += len(part)
-        if size > MAX_REPLY_BYTES:
-            raise EngineBusy(f"{response.url} answered more than {MAX_REPLY_BYTES} bytes", reason="bad-reply")
-        parts.append(part)
+    try:
+        while part := response.raw.read1(1 << 16, decode_content=False):
+            size += len(part)
+            if size > MAX_REPLY_BYTES:
+                raise EngineBusy(f"{response.url} answered more than {MAX_REPLY_BYTES} bytes", reason="bad-reply")
+            if time.monotonic() > deadline:
+                raise EngineSilent(f"{response.url} did not end its answer in time")
+            parts.append(part)
+    except TimeoutError as error:
+        raise EngineSilent(f"{response.url} did not end its answer in time") from error
+    except (HTTPError, OSError) as error:
+        kind = EngineSilent if isinstance(error, ReadTimeoutError) else EngineBroke
+        raise kind(f"{response.url} broke off its answer ({type(error).__name__})") from error
     return b"".join(parts)
 
 
@@ -197,12 +207,12 @@ def _message(text: bytes) -> str:
 
 
 def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int and 0 <= value < 1 << 40 else 0
 
 
 def _top_logprobs(meta: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     """(token id, log-probability) of the last position: SGLang gives [[logprob, id, text], …] for each new token."""
     try:
-        return tuple((int(entry[1]), float(entry[0])) for entry in meta["output_top_logprobs"][0])
-    except (KeyError, IndexError, TypeError, ValueError):
+        return tuple((int(entry[1]), float(entry[0])) for entry in meta["output_top_logprobs"][0][:MOST_LOGPROBS])
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return ()

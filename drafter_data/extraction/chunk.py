@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,12 @@ def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = 
             run = _ChunkRun(session, chunk)
             try:
                 return run.extract()
+            except OSError as error:
+                told = _store_error(session.store.root, error)
+                run.write_down(told.reason)
+                raise told from error
             except DrafterDataError as error:
-                write_failures(session.store.root, session.plan.dataset_id, run.failures_record(error.reason))
+                run.write_down(error.reason)
                 raise
     except OSError as error:
         raise _store_error(session.store.root, error) from error
@@ -90,7 +94,7 @@ class _ChunkRun:
         session.check_space(sum(one.num_tokens for one in missing) * session.bytes_per_token)
         size = self._extract_missing(missing)
         rechecked = self._recheck()
-        write_failures(session.store.root, session.plan.dataset_id, self.failures_record(""))
+        self.write_down("")
         return ChunkResult(
             chunk_index=chunk.index,
             chunk_key=chunk.key,
@@ -112,11 +116,13 @@ class _ChunkRun:
         self._failures += [self._before[one.state_key] for one in lacking if one.state_key in quarantined]
         return [one for one in lacking if one.state_key not in quarantined]
 
-    def failures_record(self, stopped_by: str) -> ChunkFailures:
-        """What failed so far, for the gate."""
-        return ChunkFailures(
+    def write_down(self, stopped_by: str) -> None:
+        """Keeps what failed so far, for the gate; a disk that takes nothing any more must not hide why."""
+        record = ChunkFailures(
             chunk_index=self._chunk.index, chunk_key=self._chunk.key, stopped_by=stopped_by, failures=tuple(self._failures)
         )
+        with suppress(OSError) if stopped_by else nullcontext():
+            write_failures(self._session.store.root, self._session.plan.dataset_id, record)
 
     def _extract_missing(self, missing: list[PlannedSample]) -> int:
         """Sends all missing samples; returns the bytes committed."""
@@ -132,6 +138,7 @@ class _ChunkRun:
                 if not isinstance(outcome, SampleFailure) and outcome[0].state_key in chosen:
                     self._submit_recheck(outcome[0].state_key)
         except BaseException:
+            waiting.given_up.set()
             _end(self._rechecks.values())
             raise
         finally:
@@ -181,7 +188,8 @@ class _ChunkRun:
             for key, future in self._rechecks.items():
                 try:
                     distance = future.result()
-                except SampleError as error:
+                except SampleError as error:  # what cannot be compared is not proven: it is extracted again
+                    session.store.discard({key: error.reason})
                     self._fail(self._works[key], error)
                     continue
                 if not distance <= session.settings.tolerance:
@@ -244,6 +252,7 @@ class _Waiting:
         self._works = works
         self._session = session
         self._lock = threading.Lock()
+        self.given_up = threading.Event()
 
     def extract_next(self, chunk_key: str) -> Outcome:
         """Extracts the next sample that may go at once, or else the next one."""
@@ -251,7 +260,7 @@ class _Waiting:
         with self._lock:
             work = self._works.pop(window.pick(work.tokens for work in self._works))
         try:
-            return self._session.extractor.extract(work, chunk_key)
+            return self._session.extractor.extract(work, chunk_key, self.given_up)
         finally:
             window.forget(work.tokens)
 
@@ -281,8 +290,8 @@ def read_failures(store_root: Path, dataset_id: str, chunk_key: str) -> ChunkFai
 def _store_error(root: Path, error: OSError) -> StoreError:
     kind = StoreFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
     return kind(
-        f"store {root} cannot be written to: {error.strerror}; free space or mend the disk and retry the run, which goes on where "
-        "it stopped",
+        f"store {root} or the dump folder cannot be used{f' ({error.filename})' if error.filename else ''}: {error.strerror}; free "
+        "space or mend the disk and retry the run, which goes on where it stopped",
         reason="store-read-only" if error.errno == errno.EROFS else None,
     )
 

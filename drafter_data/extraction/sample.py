@@ -85,17 +85,20 @@ class SampleExtractor:
         self._window = window
         self._limits = limits
         self._outliers = outliers or Outliers()
+        self._labels_lack = not engine.describe().labelled
         self.stop = Event()
         self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
 
-    def extract(self, work: SampleWork, chunk: str) -> tuple[Receipt, Sent] | SampleFailure:
+    def extract(self, work: SampleWork, chunk: str, given_up: Event | None = None) -> tuple[Receipt, Sent] | SampleFailure:
         """Brings one state into the store, or says why not. Raises EngineLost, Interrupted, StoreError or OSError, which stop
-        the chunk.
+        the chunk; `given_up` tells that it has stopped: nothing more is sent for it.
         """
         alone, attempt, mixed = False, 1, 0
         while True:
+            # Dumps without labels only tell for certain what went wrong when no other request is out.
+            last_chance = self._labels_lack and attempt > 1 and attempt == self._limits.attempts
             try:
-                return self._attempt(work, chunk, attempt, alone=alone)
+                return self._attempt(work, chunk, attempt, given_up, alone=alone or last_chance)
             except (RequestRefused, EngineBusy) as error:
                 last = error
                 if isinstance(error, RequestRefused) or error.reason == EngineBusy.reason:
@@ -110,9 +113,9 @@ class SampleExtractor:
                 return _failure(work, last, attempt + mixed - 1)
             self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
-    def _attempt(self, work: SampleWork, chunk: str, attempt: int, *, alone: bool) -> tuple[Receipt, Sent]:
+    def _attempt(self, work: SampleWork, chunk: str, attempt: int, given_up: Event | None, *, alone: bool) -> tuple[Receipt, Sent]:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
-            extracted = self.fetch(work, alone=alone)
+            extracted = self.fetch(work, given_up, alone=alone)
             try:
                 self._check_likeness(work, extracted.dump)
                 receipt = self._store.commit(
@@ -127,18 +130,18 @@ class SampleExtractor:
                 self._engine.release(extracted.dump)
         return receipt, Sent(extracted.reply.seconds, extracted.in_flight)
 
-    def fetch(self, work: SampleWork, *, alone: bool = False) -> Extracted:
+    def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
         waiting bound.
         """
         trouble = self._patience.begin()
         while True:
-            if self.stop.is_set():
-                raise Interrupted("the run was stopped: start it again, it goes on where it stopped")
             request = PrefillRequest(self._engine.new_request_id(), work.state_key, work.token_ids_s)
             sent_at = time.monotonic()
             try:
                 with self._window.slot(work.tokens, alone=alone or trouble.suspect) as in_flight:
+                    if self.stop.is_set() or (given_up is not None and given_up.is_set()):
+                        raise Interrupted("the run was stopped: start it again, it goes on where it stopped")
                     sent_at = time.monotonic()
                     reply = self._engine.send(request)
                     self._patience.answered()

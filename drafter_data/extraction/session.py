@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,6 @@ from drafter_data.extraction.sample import SampleExtractor, SampleLimits
 from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
 from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
-from drafter_data.safetensors_file import NUMPY_DTYPES
 from drafter_data.store.store import Store
 
 DUMP_SHARE = 0.5
@@ -58,12 +57,19 @@ class ExtractionSession:
     def __init__(self, settings: SessionSettings, engine: Engine | None = None) -> None:
         self.settings = settings
         self.engine = engine or connect(settings.engine, request_timeout_seconds=settings.extraction.request_timeout_seconds)
+        with ExitStack() as undo:
+            undo.callback(self.engine.close)  # a dump folder that is still held would refuse the next try
+            self._open(settings, undo)
+            undo.pop_all()
+
+    def _open(self, settings: SessionSettings, undo: ExitStack) -> None:
         info = self.engine.describe()
         self.dataset = Dataset.open(settings.dataset)
         self.store = Store.open(settings.store, info.identity)
+        undo.callback(self.store.close)
         self.store.sweep()
         self.plan: Plan = load_plan(settings.store, self.dataset.record.dataset_id)
-        self.bytes_per_token = state_bytes_per_token(self.store)
+        self.bytes_per_token = info.identity.bytes_per_token
         self.costs_path = costs_path(settings.store, info.fingerprint)
         self.costs = CostModel.load(self.costs_path)
         bound = min(settings.in_flight, info.in_flight_limit)
@@ -155,13 +161,14 @@ class ExtractionSession:
     def close(self) -> None:
         """Stops what is under way, keeps the cost history, gives back engine and store."""
         self.interrupt()
-        self._tuner.close()
-        self.executor.shutdown(wait=True, cancel_futures=True)
-        with suppress(OSError):  # of a full or read-only store the chunks have told; the cost history can wait
-            self.costs.save(self.costs_path)
-        self.engine.sweep()  # what a killed run had in flight the engine dumped after our preflight
-        self.engine.close()
-        self.store.close()
+        with ExitStack() as stack:  # each of them also when another fails
+            stack.callback(self.store.close)
+            stack.callback(self.engine.close)
+            self._tuner.close()
+            self.executor.shutdown(wait=True, cancel_futures=True)
+            with suppress(OSError):  # of a full or read-only store the chunks have told; the cost history can wait
+                self.costs.save(self.costs_path)
+            self.engine.sweep()  # what a killed run had in flight the engine dumped after our preflight
 
 
 def known_signatures(store: Store) -> Outliers:
@@ -175,13 +182,6 @@ def known_signatures(store: Store) -> Outliers:
         outliers.add(signature_of(view.states_slh, view.dtype))
         view.close()
     return outliers
-
-
-def state_bytes_per_token(store: Store) -> int:
-    """Bytes that one token's states and id take in a state file."""
-    identity = store.identity
-    width = NUMPY_DTYPES[identity.dtype]().itemsize
-    return len(identity.layers) * identity.hidden_size * width + 8
 
 
 _open_sessions: dict[SessionSettings, tuple[ExtractionSession, int]] = {}
