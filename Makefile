@@ -6,7 +6,7 @@ PORT   ?= 4200
 # torch is left out of the hashed lock: where a CPU build of it is at hand, pip takes that instead of gigabytes of CUDA.
 TORCH  := torch==2.13.0
 
-.PHONY: help setup setup-test demo up down test test-real lint bench-merge lock
+.PHONY: help setup setup-test demo up down test test-real lint bench bench-real bench-merge lock
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -45,6 +45,15 @@ test: setup-test lint ## all tests that need no real engine, trainer or browser
 
 test-real: setup-test ## the tests with a real SGLang, vLLM, trainers and browser (makes their environments when missing)
 	@$(BIN)/pytest -m "real_engine or real_trainer or browser" --durations=10
+
+BENCHMARKS := engine_alone seed_way ingest validation memory orchestration eta
+bench: setup-test ## benchmarks side by side, each in a minute or so; renews benchmarks/results.md
+	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name > /dev/null || exit 1; done
+
+bench-real: setup-test ## the same on a real SGLang and against speculators on a real vLLM (makes their environments when missing)
+	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 96 --mean-tokens 300 > /dev/null
+	@tests/real_trainers/setup.sh $(TRAINERS)
+	@$(BIN)/python -m benchmarks.peer > /dev/null
 
 bench-merge: setup-test ## merge against `datasets` on the same rows (1 GB tokenised, 200 MB conversations)
 	@$(BIN)/python -m benchmarks.merge.bench

@@ -63,9 +63,14 @@ def main() -> None:
 
 def _in_flow(work: Path, dataset: Path, store: Path, engine: EngineParameters) -> float:
     env = {
-        **os.environ, "PREFECT_HOME": str(work / "prefect"), "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true", "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_API_URL": "",
-    }  # fmt: skip
+        **os.environ,
+        "PREFECT_HOME": str(work / "prefect"),
+        "PREFECT_API_URL": "",
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+    }
     command = [sys.executable, "-m", "benchmarks.orchestration", "--flow", str(dataset), str(store), engine.model_dump_json()]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
