@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,8 +12,12 @@ from types import FrameType
 from rich.console import Console
 
 from drafter_data.errors import DrafterDataError
+from drafter_data.files import write_atomic
 from flows.local.demo import run_demo
 from flows.local.services import CHECKOUT, Services
+
+DOTENV = CHECKOUT / ".env"
+DOTENV_MARK = "# written by `make up`, removed by `make down`"
 
 
 def main() -> int:
@@ -43,10 +48,11 @@ def up(services: Services, console: Console) -> int:
         console.print("already running")
     else:
         services.start(lambda what: console.print(f"[dim]{what}"))
+    prefix = "" if point_checkout_at(services) else f"PREFECT_API_URL={services.api} "
     console.print(
         f"Prefect UI   {services.url}\n"
         f"Logs         {services.folder}\n"
-        f"Next         PREFECT_API_URL={services.api} .venv/bin/prefect deployment run extract-100k\n"
+        f"Next         {prefix}.venv/bin/prefect deployment run extract-100k\n"
         "             or Deployments > extract-100k > Run in the UI, with your runs, engine and trainer in its form\n"
         "Stop         make down",
         highlight=False,
@@ -59,8 +65,22 @@ def up(services: Services, console: Console) -> int:
 def down(services: Services, console: Console) -> int:
     """Ends what `up` started, by its record."""
     stopped = services.stop()
+    if _is_ours(DOTENV):
+        DOTENV.unlink()
     console.print(f"stopped: {', '.join(stopped)}" if stopped else "nothing was running", highlight=False)
     return 0
+
+
+def point_checkout_at(services: Services) -> bool:
+    """Lets Prefect's commands in the checkout find this server, by the `.env` that Prefect reads; one of the user's own is kept."""
+    if os.environ.get("PREFECT_API_URL") or (DOTENV.exists() and not _is_ours(DOTENV)):
+        return False
+    write_atomic(DOTENV, f"{DOTENV_MARK}\nPREFECT_API_URL={services.api}\n")
+    return True
+
+
+def _is_ours(dotenv: Path) -> bool:
+    return dotenv.is_file() and dotenv.read_text().startswith(DOTENV_MARK)
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:
