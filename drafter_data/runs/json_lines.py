@@ -12,12 +12,16 @@ from typing import IO, Any, Final
 
 import orjson
 
+from drafter_data.errors import InputError
 from drafter_data.runs import reasons
 from drafter_data.runs.records import Record, broken
 from drafter_data.runs.rows import ROW_COLUMNS
 
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+MAX_RECORD_BYTES: Final = 256 << 20
 _BLOCK_BYTES: Final = 1 << 22
+_MOST_TRIES: Final = 10_000
+"""Places in a broken line where a record may begin that are tried, so that a hostile line takes bounded time."""
 _DECODER: Final = json.JSONDecoder()
 _WHITE = " \t\r\n"
 
@@ -64,6 +68,12 @@ def _lines(handle: IO[bytes], start: int, end: int | None) -> Iterator[bytes]:
             if end is not None and position >= end:
                 return
         rest.append(last)
+        if len(rest) * _BLOCK_BYTES > MAX_RECORD_BYTES:
+            raise InputError(
+                f"{getattr(handle, 'name', 'a file')}: a record of more than {MAX_RECORD_BYTES >> 20} MiB without a newline; "
+                "is this JSON lines?",
+                reason="record-too-long",
+            )
 
 
 def split_line(number: int, line: bytes) -> Iterator[Record]:
@@ -94,8 +104,11 @@ def _decode(text: str, position: int) -> tuple[Any, int | None]:
 
 def _next_record(text: str, position: int) -> int:
     """Where the next complete row begins (an object with a row's columns, not a turn inside the broken one), or the end."""
-    while (position := text.find("{", position)) >= 0:
-        value, _ = _decode(text, position)
+    for _ in range(_MOST_TRIES):
+        position = text.find("{", position)
+        if position < 0:
+            break
+        value, _end = _decode(text, position)
         if isinstance(value, dict) and ROW_COLUMNS.intersection(value):
             return position
         position += 1

@@ -86,7 +86,14 @@ def find_conflicts(
     """Finds ids with several contents among the kept rows that carry an id; the three lists run parallel."""
     if not id_hashes:
         return Conflicts(frozenset(), {})
-    ids, heads, run_of = np.concatenate(id_hashes), np.concatenate(contents), np.concatenate(runs)
+    ids = np.concatenate(id_hashes)
+    ordered = np.sort(ids)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
+        return Conflicts(frozenset(), {})
+    place = np.minimum(np.searchsorted(repeated, ids), len(repeated) - 1)
+    candidate = np.flatnonzero(repeated[place] == ids)  # only these can conflict: memory stays bounded by what repeats
+    ids, heads, run_of = ids[candidate], np.concatenate(contents)[candidate], np.concatenate(runs)[candidate]
     order = np.lexsort((heads, ids))
     ids, heads, run_of = ids[order], heads[order], run_of[order]
     again = np.flatnonzero((ids[1:] == ids[:-1]) & (heads[1:] != heads[:-1])) + 1
