@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from data_contracts.dataset import RECORD_FILE
-from drafter_data.errors import InputError
+from drafter_data.errors import GateClosed, InputError
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.folder import read_files_table
@@ -26,6 +26,7 @@ from drafter_data.trainers.registry import trainer_named
 from tests.store.making import write_dataset
 from tests.trainers.world import Row, World, identity_of_model, rewrite
 
+EXCLUDING = {"max_error_rate": "1"}
 Change = Callable[[NDArray[np.float32], NDArray[np.int64], World], bytes]
 
 
@@ -107,7 +108,7 @@ def test_defect_in_a_store_is_excluded_by_name_and_never_handed_off(
     rewrite(path, defect.change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
     if forged:
         forge_receipt(world.store, path.stem)
-    manifest = hand_off(trainer_named(trainer), world.dataset, world.store, tmp_path / "out", model=world.model)
+    manifest = hand_off(trainer_named(trainer), world.dataset, world.store, tmp_path / "out", model=world.model, options=EXCLUDING)
     (exclusion,) = manifest.exclusions
     assert exclusion.sample_key == world.key(row)
     assert exclusion.reason in (defect.forged_as if forged else defect.caught_as), exclusion.detail
@@ -117,6 +118,16 @@ def test_defect_in_a_store_is_excluded_by_name_and_never_handed_off(
     assert exclusion.sample_key not in keys
     assert not any(link.samefile(path) for link in (tmp_path / "out/states").iterdir())
     assert len(datasets.load_from_disk(str(tmp_path / "out/data"))) == 23
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_defect_in_a_store_refuses_the_hand_off_by_default_and_names_the_sample(name: str, world: World, tmp_path: Path) -> None:
+    path = world.state_path(5)
+    tensors = load_file(path)
+    rewrite(path, DEFECTS[name].change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
+    with pytest.raises(GateClosed, match=world.key(5)[:12]):
+        hand_off(trainer_named("speculators"), world.dataset, world.store, tmp_path / "out", model=world.model)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +146,7 @@ def test_loss_mask_that_trains_wrongly_is_excluded_by_name(
     rows = list(answers[:24])
     rows[3] = (rows[3][0], mask_of(rows[3][1]))
     damaged = write_dataset(tmp_path / "damaged", rows)
-    manifest = hand_off(trainer_named("speculators"), damaged, world.store, tmp_path / "out", model=world.model)
+    manifest = hand_off(trainer_named("speculators"), damaged, world.store, tmp_path / "out", model=world.model, options=EXCLUDING)
     assert [exclusion.reason for exclusion in manifest.exclusions] == [reason]
     assert manifest.samples == 23
 
@@ -145,7 +156,15 @@ def test_state_that_is_missing_or_given_as_excluded_is_listed_with_its_reason(wo
 
     given = Exclusion(sample_key=world.key(1), state_key="00" * 20, kind="excluded", reason="too-long", detail="9,000 tokens")
     world.state_path(2).unlink()
-    manifest = hand_off(trainer_named("ridge"), world.dataset, world.store, tmp_path / "out", model=world.model, exclusions=[given])
+    manifest = hand_off(
+        trainer_named("ridge"),
+        world.dataset,
+        world.store,
+        tmp_path / "out",
+        model=world.model,
+        exclusions=[given],
+        options=EXCLUDING,
+    )
     assert {(each.kind, each.reason) for each in manifest.exclusions} == {("excluded", "too-long"), ("failed", "state-missing")}
     assert manifest.samples == 22
 
@@ -153,7 +172,7 @@ def test_state_that_is_missing_or_given_as_excluded_is_listed_with_its_reason(wo
 def test_store_without_the_states_is_refused_with_the_reasons_counted(world: World, tmp_path: Path) -> None:
     empty = Store.open(tmp_path / "empty", identity_of_model(world.model))
     with pytest.raises(InputError, match="24 state-missing"):
-        hand_off(trainer_named("speculators"), world.dataset, empty, tmp_path / "out", model=world.model)
+        hand_off(trainer_named("speculators"), world.dataset, empty, tmp_path / "out", model=world.model, options=EXCLUDING)
     assert not (tmp_path / "out").exists()
 
 
@@ -165,5 +184,5 @@ def test_token_outside_the_vocabulary_is_excluded(world: World, tmp_path: Path, 
     record = json.loads((world.dataset.folder / RECORD_FILE).read_text())
     assert record["rows"] == 24
     damaged = write_dataset(tmp_path / "damaged", rows)
-    manifest = hand_off(trainer_named("ridge"), damaged, world.store, tmp_path / "out", model=world.model)
+    manifest = hand_off(trainer_named("ridge"), damaged, world.store, tmp_path / "out", model=world.model, options=EXCLUDING)
     assert [exclusion.reason for exclusion in manifest.exclusions] == ["token-out-of-vocabulary"]
