@@ -11,13 +11,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter_data.errors import InputError
-from drafter_data.safetensors_file import TensorFile, as_float32
+from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
 
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
@@ -27,6 +27,7 @@ _EMBEDDING_NAMES = (
     "model.language_model.embed_tokens.weight",
 )
 _NORM_NAMES = ("model.norm.weight", "language_model.model.norm.weight", "model.language_model.norm.weight")
+_LFS_POINTER = b"version https://git-lfs"
 _NORM_ONE_PLUS_WEIGHT = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_text")
 """Model types whose final RMS norm multiplies by (1 + weight); read from their modelling code in transformers."""
 
@@ -49,12 +50,16 @@ class Checkpoint:
                 f"no model at {folder}: expected config.json in it, found none; name a Hugging Face checkpoint folder",
                 reason="model-missing",
             ) from error
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise InputError(
-                f"{config_path} is not JSON: {error}; restore the checkpoint", reason="model-config-invalid"
+                f"{config_path} cannot be read as JSON: {error}; name a checkpoint folder, or restore it",
+                reason="model-config-invalid",
             ) from error
-        checkpoint = cls(folder, config)
+        if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+            raise InputError(f"{config_path}: expected a JSON object; restore the checkpoint", reason="model-config-invalid")
+        checkpoint = cls(folder, cast("dict[str, Any]", config))
         checkpoint.weight_files()
+        _ = checkpoint.num_layers, checkpoint.hidden_size  # refused here, not where the first reader needs them
         return checkpoint
 
     @property
@@ -65,17 +70,26 @@ class Checkpoint:
     @property
     def num_layers(self) -> int:
         """Decoder layers n: `hidden_states[n]` is the final state."""
-        return int(self.text_config["num_hidden_layers"])
+        return self._size("num_hidden_layers")
 
     @property
     def hidden_size(self) -> int:
         """H."""
-        return int(self.text_config["hidden_size"])
+        return self._size("hidden_size")
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return int(self.text_config["vocab_size"])
+        return self._size("vocab_size")
+
+    def _size(self, name: str) -> int:
+        found = self.text_config.get(name)
+        if not isinstance(found, int) or found < 1:
+            raise InputError(
+                f"{self.folder / 'config.json'}: expected {name}, a positive whole number, found {found!r}; restore the checkpoint",
+                reason="model-config-invalid",
+            )
+        return found
 
     @property
     def quantisation(self) -> str | None:
@@ -89,11 +103,10 @@ class Checkpoint:
         return float(self.text_config.get("rms_norm_eps", 1e-6))
 
     def weight_files(self) -> list[Path]:
-        """All weight files, sorted by name. Raises InputError when there is none."""
+        """All weight files, sorted by name. Raises InputError when there is none, or the index cannot be read."""
         index = self.folder / _INDEX
         if index.is_file():
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            files = [self.folder / Path(name).name for name in names]
+            files = [self.folder / name for name in _indexed_names(index)]
         else:
             files = sorted(self.folder.glob("*.safetensors"))
         missing = [file.name for file in files if not file.is_file()]
@@ -112,7 +125,7 @@ class Checkpoint:
         if index.is_file():
             digest.update(hashlib.blake2b(index.read_bytes(), digest_size=20).digest())
         for path in self.weight_files():
-            with TensorFile.open(path) as file:
+            with _open_weights(path) as file:
                 digest.update(f"{path.name}:{path.stat().st_size}:".encode() + file.header_json)
         return digest.hexdigest()
 
@@ -124,7 +137,7 @@ class Checkpoint:
     @contextmanager
     def _open(self, names: tuple[str, ...]) -> Generator[tuple[TensorFile, str]]:
         for path in self.weight_files():
-            with TensorFile.open(path) as file:
+            with _open_weights(path) as file:
                 for name in names:
                     if name in file.tensors:
                         yield file, name
@@ -159,6 +172,32 @@ class Checkpoint:
         weight_h = self.final_norm_weight()
         one_plus = str(self.text_config.get("model_type", "")) in _NORM_ONE_PLUS_WEIGHT
         return RmsNorm(1 + weight_h if one_plus else weight_h, self.rms_norm_eps)
+
+
+def _indexed_names(index: Path) -> list[str]:
+    try:
+        names: set[str] = {Path(name).name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{index}: expected a JSON object with a weight_map of file names, found something else ({type(error).__name__}: "
+            f"{error}); download the checkpoint again",
+            reason="model-weights-invalid",
+        ) from error
+    return sorted(names)
+
+
+def _open_weights(path: Path) -> TensorFile:
+    try:
+        return TensorFile.open(path)
+    except MalformedFile as error:
+        with path.open("rb") as handle:
+            pointer = handle.read(len(_LFS_POINTER)) == _LFS_POINTER
+        told = f"{path} is a Git LFS pointer, no weights; run git lfs pull there" if pointer else f"{error}; download it again"
+        raise InputError(told, reason="model-weights-invalid") from error
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}; restore the checkpoint", reason="model-weights-invalid"
+        ) from error
 
 
 @dataclass(frozen=True)

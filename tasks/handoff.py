@@ -19,8 +19,9 @@ from drafter_data.store.store import Store
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.job import job_command, run_job
 from drafter_data.trainers.registry import trainer_named
+from drafter_data.units import gigabytes
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, gigabytes, publish_facts, run_logger, say
+from tasks.publishing import STAGE, publish_facts, run_logger, say
 
 JOB_LOG = "job.log"
 POINT_SECONDS = 2.0

@@ -9,7 +9,8 @@ from prefect import task
 from data_contracts.lengths import LengthProfile
 from drafter_data.dataset import Dataset
 from drafter_data.lengths import profile_lengths
-from tasks.publishing import STAGE, gigabytes, publish_table, say
+from drafter_data.units import gigabytes
+from tasks.publishing import STAGE, publish_table, say
 
 
 @task(name="lengths", task_run_name="lengths of {dataset.name:.12}", **STAGE)

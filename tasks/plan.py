@@ -15,8 +15,9 @@ from drafter_data.dataset import Dataset
 from drafter_data.extraction.campaign import pending_chunks, plan_over
 from drafter_data.planning import chunk_rows
 from drafter_data.store.store import Store
+from drafter_data.units import duration, gigabytes
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, duration, gigabytes, publish_facts, say
+from tasks.publishing import STAGE, publish_facts, say
 
 
 @task(name="plan", task_run_name="plan of {dataset.name:.12}", **STAGE)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_run_logger
@@ -35,20 +35,3 @@ def publish_table(key: str, description: str, rows: Sequence[Mapping[str, object
 def publish_facts(key: str, description: str, facts: Mapping[str, object]) -> None:
     """A table artifact of two columns: what, and how much."""
     publish_table(key, description, [{"what": name, "value": value} for name, value in facts.items()])
-
-
-def publish_markdown(key: str, description: str, text: str) -> None:
-    """A markdown artifact."""
-    create_markdown_artifact(key=key, markdown=text, description=description)
-
-
-def gigabytes(size: int) -> str:
-    """A size for people."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
-
-
-def duration(seconds: float) -> str:
-    """A duration for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -14,9 +14,10 @@ from drafter_data.gate import judge, require_open
 from drafter_data.planning import load_plan
 from drafter_data.remedies import remedy
 from drafter_data.store.store import Store
+from drafter_data.units import gigabytes
 from drafter_data.validation import validate_store
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, gigabytes, publish_table, say
+from tasks.publishing import STAGE, publish_table, say
 
 SHOWN_FINDINGS = 100
 

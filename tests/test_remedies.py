@@ -51,8 +51,9 @@ def reasons_in_code() -> set[str]:
                 found.update(texts(line.value))
     for tree in trees:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and any(keyword.arg == "reason" for keyword in node.keywords) and name_of(node) in families:
-                found.update(text for keyword in node.keywords if keyword.arg == "reason" for text in texts(keyword.value))
+            given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"] if isinstance(node, ast.Call) else []
+            if isinstance(node, ast.Call) and given and name_of(node) in families:
+                found.update(texts(given[0]))
     return found
 
 

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from drafter_data.checkpoints import Checkpoint
-from drafter_data.cli.output import print_json
-from drafter_data.cli.validate import findings_table
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines
 from drafter_data.dataset import Dataset
 from drafter_data.store.store import Store
 from drafter_data.trainers.adopt import Adoption, AdoptReport, identity_for
@@ -89,11 +87,10 @@ def _open(source: str, folder: Path, data: Path | None, dataset: Dataset | None)
 
 
 def _print(report: AdoptReport) -> None:
-    console = Console()
     rejected = sum(report.rejected.values())
-    console.print(
+    print_lines(
         f"{report.store}: {report.adopted:,} of {report.read:,} samples adopted, {report.already_there:,} already there, "
         f"{rejected:,} rejected"
     )
     if report.findings:
-        console.print(findings_table(report.findings[:20], f"Rejected ({rejected}; --json lists all)"))
+        console().print(findings_table(report.findings[:SHOWN_FINDINGS], f"Rejected ({rejected}; --json lists all)"))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from data_contracts.extraction import GateReport
 from data_contracts.parameters import ExtractionParameters
@@ -19,10 +23,10 @@ def extract(
     *,
     store: Path,
     engine: EngineOptions,
-    in_flight: int = 16,
-    chunk_samples: int = 200,
-    max_error_rate: float = 0.0,
-    keep_free_gb: float = 1.0,
+    in_flight: Annotated[int, Parameter(validator=Number(gte=1, lte=512))] = 64,
+    chunk_samples: Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))] = 200,
+    max_error_rate: Annotated[float, Parameter(validator=Number(gte=0, lte=1))] = 0.0,
+    keep_free_gb: Annotated[float, Parameter(validator=Number(gte=0, lte=1e6))] = 1.0,
     json: bool = False,
 ) -> None:
     """Extract what the store lacks of a dataset: preflight, plan, all chunks, gate. Goes on where an earlier run stopped.

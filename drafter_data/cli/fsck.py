@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from drafter_data.cli.validate import SHOWN_FINDINGS, findings_table
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines
 from drafter_data.store.fsck import fsck as check_store
 from drafter_data.store.store import Store
 
 
-def fsck(store: Path, *, repair: bool = False, deep: bool = False, workers: int = 2, json: bool = False) -> int:
+def fsck(
+    store: Path,
+    *,
+    repair: bool = False,
+    deep: bool = False,
+    workers: Annotated[int, Parameter(validator=Number(gte=1, lte=256))] = 2,
+    json: bool = False,
+) -> int:
     """Find left-overs and damage in a store; with --repair, mend it: what does not match is extracted again by the next run.
 
     Example: `drafter-data fsck .demo/store --deep --repair`
@@ -39,10 +48,10 @@ def fsck(store: Path, *, repair: bool = False, deep: bool = False, workers: int 
     if json:
         sys.stdout.write(report.model_dump_json(indent=2) + "\n")
     else:
-        console = Console()
-        console.print(f"{report.states:,} states, {len(report.problems)} problems, {report.repaired} repaired")
+        print_lines(f"{report.states:,} states, {len(report.problems)} problems, {report.repaired} repaired")
         if report.problems:
-            console.print(findings_table(report.problems[:SHOWN_FINDINGS], f"Problems ({len(report.problems)}; --json lists all)"))
+            title = f"Problems ({len(report.problems)}; --json lists all)"
+            console().print(findings_table(report.problems[:SHOWN_FINDINGS], title))
         if left and not repair:
-            console.print(f"Mend with: drafter-data fsck {store} {'--deep ' if deep else ''}--repair")
+            print_lines(f"Mend with: drafter-data fsck {store} {'--deep ' if deep else ''}--repair")
     return 1 if left else 0

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.table import Table
 
 from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
 from data_contracts.validation import Finding
-from drafter_data.cli.validate import findings_table
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines, print_table
 from drafter_data.dataset import Dataset
 from drafter_data.errors import UsageError
 from drafter_data.store.store import Store
@@ -101,11 +99,9 @@ def _recorded_model(store: Store) -> Path:
 
 
 def _launch(trainer: Trainer, manifest: HandoffManifest, options: dict[str, str], *, quiet: bool) -> Checkpoint:
-    console = Console(stderr=quiet)
-
     def on_line(line: str) -> None:
         if not quiet:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_lines(line)
 
     def on_point(_: TrainingPoint) -> None:
         """Lines are shown as they are; the curve is the flow's business."""
@@ -114,7 +110,7 @@ def _launch(trainer: Trainer, manifest: HandoffManifest, options: dict[str, str]
     checkpoint = run_job(trainer, manifest, options, on_line=on_line, on_point=on_point, log=log)
     if not quiet:
         metrics = " ".join(f"{name}={value:.4g}" for name, value in checkpoint.metrics.items())
-        console.print(f"trained: {checkpoint.weights_file} ({checkpoint.bytes:,} bytes, xxh3 {checkpoint.digest[:12]}) {metrics}")
+        print_lines(f"trained: {checkpoint.weights_file} ({checkpoint.bytes:,} bytes, xxh3 {checkpoint.digest[:12]}) {metrics}")
     return checkpoint
 
 
@@ -128,23 +124,19 @@ def _check(folder: Path, json: bool) -> int:
 
 
 def _print_findings(folder: Path, findings: list[Finding]) -> None:
-    console = Console()
     if findings:
-        console.print(findings_table(tuple(findings), f"{folder}: {len(findings)} findings"))
+        console().print(findings_table(tuple(findings), f"{folder}: {len(findings)} findings"))
     else:
-        console.print(f"{folder}: every file is what the manifest says")
+        print_lines(f"{folder}: every file is what the manifest says")
 
 
 def _print_manifest(manifest: HandoffManifest) -> None:
-    console = Console()
-    console.print(
+    print_lines(
         f"{manifest.folder}: {manifest.samples:,} samples for {manifest.trainer} ({manifest.train_samples:,} to train on, "
         f"{manifest.validation_samples:,} held out), {manifest.tokens:,} tokens, {manifest.bytes / 1e9:.2f} GB of states, "
         f"{len(manifest.exclusions):,} rows excluded"
     )
     if manifest.exclusions:
-        table = Table("sample", "kind", "reason", "detail", title="Excluded (manifest.json lists all)")
-        for exclusion in manifest.exclusions[:20]:
-            table.add_row(exclusion.sample_key[:12], exclusion.kind, exclusion.reason, exclusion.detail)
-        console.print(table)
-    console.print("command: " + shlex.join(manifest.command), markup=False, highlight=False, soft_wrap=True)
+        rows = [(one.sample_key[:12], one.kind, one.reason, one.detail) for one in manifest.exclusions[:SHOWN_FINDINGS]]
+        print_table("Excluded (manifest.json lists all)", ("sample", "kind", "reason", "detail"), rows)
+    print_lines("command: " + shlex.join(manifest.command))

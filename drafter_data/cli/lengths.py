@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from data_contracts.lengths import LengthProfile
+from drafter_data.cli.output import console, print_lines, print_table
 from drafter_data.dataset import Dataset
 from drafter_data.lengths import profile_lengths, save_profile
+
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def lengths(dataset: Path, *, bytes_per_token: int = 0, json: bool = False) -> None:
@@ -29,24 +30,38 @@ def lengths(dataset: Path, *, bytes_per_token: int = 0, json: bool = False) -> N
     """
     opened = Dataset.open(dataset)
     profile = profile_lengths(opened, bytes_per_token=bytes_per_token)
-    save_profile(opened, profile)
+    _keep(opened, profile)
     if json:
         sys.stdout.write(profile.model_dump_json(indent=2) + "\n")
     else:
         _print(profile)
 
 
+def _keep(dataset: Dataset, profile: LengthProfile) -> None:
+    """A dataset that may not be written to can still be measured; that nothing is kept is said."""
+    try:
+        save_profile(dataset, profile)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        console(stderr=True).print(f"{dataset.folder}: {error.strerror}; the profile is shown, not kept", soft_wrap=True)
+
+
 def _print(profile: LengthProfile) -> None:
-    console = Console()
-    names = list(profile.groups[0].quantiles_tokens)
-    table = Table("run", "rows", "tokens", "supervised", *names, title=f"dataset {profile.dataset_id[:12]}, tokens a row")
-    for group in profile.groups:
-        share = f"{group.supervised_tokens / group.tokens:.0%}" if group.tokens else "-"
-        quantiles = [f"{value:,}" for value in group.quantiles_tokens.values()]
-        table.add_row(group.run, f"{group.samples:,}", f"{group.tokens:,}", share, *quantiles)
-    console.print(table)
+    columns = ("run", "rows", "tokens", "supervised", *profile.groups[0].quantiles_tokens)
+    rows = [
+        (
+            group.run,
+            group.samples,
+            group.tokens,
+            f"{group.supervised_tokens / group.tokens:.0%}" if group.tokens else "-",
+            *group.quantiles_tokens.values(),
+        )
+        for group in profile.groups
+    ]
+    print_table(f"dataset {profile.dataset_id[:12]}, tokens a row", columns, rows)
     most = max(profile.histogram_samples, default=1) or 1
     for lower, samples in zip(profile.histogram_lower_tokens, profile.histogram_samples, strict=True):
-        console.print(f"{lower:>9,} to {2 * lower - 1:>9,}  {samples:>9,}  {'#' * round(40 * samples / most)}")
+        print_lines(f"{lower:>9,} to {2 * lower - 1:>9,}  {samples:>9,}  {'#' * round(40 * samples / most)}")
     if profile.bytes_per_token:
-        console.print(f"states to come: {profile.state_bytes / 1e9:,.2f} GB at {profile.bytes_per_token:,} bytes a token")
+        print_lines(f"states to come: {profile.state_bytes / 1e9:,.2f} GB at {profile.bytes_per_token:,} bytes a token")

@@ -9,10 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-
 from data_contracts.dataset import QUARANTINE_FILE, DatasetRecord, RunReport
+from drafter_data.cli.output import print_lines, print_table
 from drafter_data.errors import UsageError
 from drafter_data.runs.conversations import ROLE_MAP
 from drafter_data.runs.merge import check_runs, merge_runs
@@ -118,39 +116,32 @@ def merge(
 
 def print_record(record: DatasetRecord, out: Path) -> None:
     """One table row a run, then where the dataset is."""
-    console = Console()
-    console.print(_table(record.runs, f"dataset {record.dataset_id[:12]}"))
+    _print_runs(record.runs, f"dataset {record.dataset_id[:12]}")
     if record.conflicts:
         names = ", ".join(conflict.source_id for conflict in record.conflicts[:5])
-        console.print(f"ids that stand for more than one content (all of them are kept): {names} ...")
+        print_lines(f"ids that stand for more than one content (all of them are kept): {names} ...")
     set_aside = sum(report.quarantined for report in record.runs)
     more = f"; {set_aside:,} rows set aside in {out / QUARANTINE_FILE}" if set_aside else ""
-    console.print(f"{record.rows:,} rows, {record.tokens:,} tokens, longest {record.longest_tokens:,} in {out}{more}")
+    print_lines(f"{record.rows:,} rows, {record.tokens:,} tokens, longest {record.longest_tokens:,} in {out}{more}")
 
 
 def _print_check(reports: Sequence[RunReport], json: bool) -> None:
     if json:
         sys.stdout.write(json_module.dumps([report.model_dump() for report in reports], indent=2) + "\n")
     else:
-        console = Console()
-        console.print(_table(reports, "check: nothing was written"))
-        console.print("these runs would merge")
+        _print_runs(reports, "check: nothing was written")
+        print_lines("these runs would merge")
 
 
-def _table(reports: Sequence[RunReport], title: str) -> Table:
-    table = Table("run", title=title)
-    for name in ("read", "kept", "dropped", "tokens", "supervised", "id conflicts"):
-        table.add_column(name, justify="left" if name == "dropped" else "right")
-    for report in reports:
-        table.add_row(*_cells(report))
-    return table
+def _print_runs(reports: Sequence[RunReport], title: str) -> None:
+    columns = ("run", "read", "kept", "dropped", "tokens", "supervised", "id conflicts")
+    print_table(title, columns, [_cells(report) for report in reports])
 
 
-def _cells(report: RunReport) -> tuple[str, ...]:
+def _cells(report: RunReport) -> tuple[object, ...]:
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in report.dropped.items()) or "-"
     share = f"{report.supervised_tokens / report.kept_tokens:.0%}" if report.kept_tokens else "-"
-    numbers = (f"{report.read:,}", f"{report.kept:,}", dropped, f"{report.kept_tokens:,}", share, f"{report.conflicts:,}")
-    return (report.run, *numbers)
+    return report.run, report.read, report.kept, dropped, report.kept_tokens, share, report.conflicts
 
 
 def _roles(pairs: Sequence[str]) -> dict[str, str]:

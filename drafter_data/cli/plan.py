@@ -8,10 +8,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.console import Console
-from rich.table import Table
 
 from data_contracts.plan import Plan
+from drafter_data.cli.output import print_table
 from drafter_data.costs import CostModel, latest_costs
 from drafter_data.dataset import Dataset
 from drafter_data.planning import make_plan
@@ -57,9 +56,7 @@ def plan(
 def _print(plan: Plan) -> None:
     samples, tokens = sum(chunk.samples for chunk in plan.chunks), sum(chunk.tokens for chunk in plan.chunks)
     seconds = [chunk.predicted_seconds for chunk in plan.chunks]
-    table = Table("chunks", "samples", "tokens", "predicted s a chunk", "already stored", "excluded", title=plan.dataset_id)
+    columns = ("chunks", "samples", "tokens", "predicted s a chunk", "already stored", "excluded")
     spread = f"{min(seconds):.1f}-{max(seconds):.1f}" if seconds else "-"
-    table.add_row(
-        f"{len(plan.chunks):,}", f"{samples:,}", f"{tokens:,}", spread, f"{plan.already_stored:,}", f"{len(plan.excluded):,}"
-    )
-    Console().print(table)
+    row = (len(plan.chunks), samples, tokens, spread, plan.already_stored, len(plan.excluded))
+    print_table(plan.dataset_id, columns, [row])

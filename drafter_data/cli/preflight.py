@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from data_contracts.parameters import ExtractionParameters
 from drafter_data.cli.engine_options import EngineOptions
@@ -18,8 +22,8 @@ def preflight(
     *,
     store: Path,
     engine: EngineOptions,
-    in_flight: int = 16,
-    keep_free_gb: float = 1.0,
+    in_flight: Annotated[int, Parameter(validator=Number(gte=1, lte=512))] = 64,
+    keep_free_gb: Annotated[float, Parameter(validator=Number(gte=0, lte=1e6))] = 1.0,
     json: bool = False,
 ) -> None:
     """Check engine, dump folder, store and disk with real requests before anything is extracted.

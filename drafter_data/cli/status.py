@@ -6,13 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from data_contracts.forecast import Forecast
 from data_contracts.status import StoreStatus
+from drafter_data.cli.output import print_lines, print_table
 from drafter_data.status import store_status
 from drafter_data.store.store import Store
+from drafter_data.units import duration, gigabytes
 
 SHOWN_CHUNKS = 30
 
@@ -39,29 +38,28 @@ def status(store: Path, *, json: bool = False) -> None:
 
 
 def _print(report: StoreStatus) -> None:
-    console = Console()
     identity = report.identity
-    console.print(
-        f"{report.store}: {report.states:,} states, {report.bytes / 1e9:.2f} GB, {report.free_bytes / 1e9:.1f} GB free; layers "
+    print_lines(
+        f"{report.store}: {report.states:,} states, {gigabytes(report.bytes)}, {gigabytes(report.free_bytes)} free; layers "
         f"{', '.join(map(str, identity.layers))} of {identity.num_layers}, hidden {identity.hidden_size}, {identity.dtype}, "
         f"final state {identity.final_norm}-norm"
     )
     for plan in report.plans:
         rest = forecast_text(plan.forecast) if plan.forecast is not None else "no engine measured yet"
         title = f"plan {plan.dataset_id[:12]}: {plan.done:,} of {plan.samples:,} done, {plan.excluded:,} excluded; rest: {rest}"
-        table = Table("chunk", "key", "done", "missing", "holder", title=title)
         unfinished = [chunk for chunk in plan.chunks if chunk.done < chunk.samples]
-        for chunk in unfinished[:SHOWN_CHUNKS]:
-            missing = f"{chunk.samples - chunk.done:,} ({chunk.missing_tokens:,} tokens)"
-            table.add_row(str(chunk.index), chunk.key[:12], f"{chunk.done:,}", missing, chunk.holder)
-        console.print(table if unfinished else title)
+        rows = [
+            (one.index, one.key[:12], one.done, f"{one.samples - one.done:,} ({one.missing_tokens:,} tokens)", one.holder)
+            for one in unfinished[:SHOWN_CHUNKS]
+        ]
+        print_lines(title)
+        if rows:
+            print_table("", ("chunk", "key", "done", "missing", "holder"), rows)
         if len(unfinished) > SHOWN_CHUNKS:
-            console.print(f"and {len(unfinished) - SHOWN_CHUNKS:,} more unfinished chunks (--json lists all)")
+            print_lines(f"and {len(unfinished) - SHOWN_CHUNKS:,} more unfinished chunks (--json lists all)")
     for lease in report.leases:
         until = time.strftime("%H:%M:%S", time.localtime(lease.expires_at))
-        console.print(
-            f"chunk {lease.chunk_key[:12]}: {lease.holder} on {lease.host} until {until}{'' if lease.live else ' (gone)'}"
-        )
+        print_lines(f"chunk {lease.chunk_key[:12]}: {lease.holder} on {lease.host} until {until}{'' if lease.live else ' (gone)'}")
 
 
 def forecast_text(forecast: Forecast) -> str:
@@ -69,12 +67,5 @@ def forecast_text(forecast: Forecast) -> str:
     finish = time.strftime("%a %H:%M", time.localtime(time.time() + forecast.seconds))
     return (
         f"{duration(forecast.seconds)} ({duration(forecast.low_seconds)}-{duration(forecast.high_seconds)}), done {finish}, "
-        f"{forecast.bytes / 1e9:.2f} GB to come"
+        f"{gigabytes(forecast.bytes)} to come"
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from data_contracts.validation import Finding, ValidationReport
+from data_contracts.validation import ValidationReport
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines, print_table
 from drafter_data.dataset import Dataset
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 
-SHOWN_FINDINGS = 20
 
-
-def validate(store: Path, *, dataset: Path | None = None, workers: int = 2, json: bool = False) -> int:
+def validate(
+    store: Path,
+    *,
+    dataset: Path | None = None,
+    workers: Annotated[int, Parameter(validator=Number(gte=1, lte=256))] = 2,
+    json: bool = False,
+) -> int:
     """Check every state of a store, byte for byte, against its receipt and the dataset. Changes nothing.
 
     Example: `drafter-data validate .demo/store --dataset .demo/dataset --json`
@@ -45,24 +51,13 @@ def validate(store: Path, *, dataset: Path | None = None, workers: int = 2, json
 
 
 def _print(report: ValidationReport) -> None:
-    console = Console()
     rate = report.bytes / 1e9 / max(report.seconds, 1e-9)
-    console.print(
+    print_lines(
         f"{report.samples:,} samples, {report.states:,} states, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({rate:.2f} GB/s): {report.errors} errors, {report.missing} missing, {report.orphans} orphans"
     )
     if report.layers:
-        table = Table("layer", "RMS p1", "p50", "p99", title="Root mean square of each stored layer")
-        for layer in report.layers:
-            table.add_row(layer.layer, f"{layer.rms_p01:.4g}", f"{layer.rms_p50:.4g}", f"{layer.rms_p99:.4g}")
-        console.print(table)
+        rows = [(one.layer, f"{one.rms_p01:.4g}", f"{one.rms_p50:.4g}", f"{one.rms_p99:.4g}") for one in report.layers]
+        print_table("Root mean square of each stored layer", ("layer", "RMS p1", "p50", "p99"), rows)
     if report.findings:
-        console.print(findings_table(report.findings[:SHOWN_FINDINGS], f"Findings ({len(report.findings)}; --json lists all)"))
-
-
-def findings_table(findings: tuple[Finding, ...], title: str) -> Table:
-    """Findings as a table for the terminal."""
-    table = Table("reason", "file", "expected", "found", "what to do", title=title)
-    for finding in findings:
-        table.add_row(finding.reason, finding.file, finding.expected, finding.found, finding.remedy)
-    return table
+        console().print(findings_table(report.findings[:SHOWN_FINDINGS], f"Findings ({len(report.findings)}; --json lists all)"))

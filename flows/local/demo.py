@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from drafter_data.cli.output import table_of
 from drafter_data.embedded.launch import free_port
 from flows.local.following import artifact, follow, send
 from flows.local.services import CHECKOUT, Services
@@ -41,7 +43,7 @@ def run_demo(folder: Path, console: Console) -> int:
             console.print(summary(result["rows"], time.monotonic() - started))
             say_where(folder, console)
         else:
-            console.print(f"[bold red]{run['state_name']}[/]: {run['state']['message']}")
+            console.print(f"[bold red]{run['state_name']}[/]: {escape(str(run['state']['message']))}")
         return 0 if completed else 1
     finally:
         services.stop()
@@ -58,10 +60,8 @@ def demo_parameters(folder: Path) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]], seconds: float) -> Table:
     """The hand-off's facts for the terminal."""
-    table = Table(title=f"From sample runs to a trained drafter in {seconds:.0f} s", title_justify="left", show_header=False)
-    for row in rows:
-        table.add_row(str(row["what"]), _short(str(row["value"])))
-    return table
+    title = f"From sample runs to a trained drafter in {seconds:.0f} s"
+    return table_of(title, ("what", "value"), [(row["what"], _short(str(row["value"]))) for row in rows])
 
 
 def say_where(folder: Path, console: Console) -> None:
