@@ -76,6 +76,11 @@ class StoreIdentity(Record):
     final_norm: FinalNorm = "pre"
     dtype: StateDtype
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's states and id in a state file: layers x hidden size x width of the dtype + 8."""
+        return len(self.layers) * self.hidden_size * (4 if self.dtype == "F32" else 2) + 8
+
     def differences(self, other: StoreIdentity) -> list[str]:
         """One `field: mine != theirs` line for each field that differs."""
         mine, theirs = self.model_dump(), other.model_dump()

@@ -139,7 +139,7 @@ class HandoffParameters(Parameters):
     trainer: Literal["ridge", "speculators", "specforge"] = Field(
         default="ridge", title="Trainer", description="`ridge` ships with the base install and ends in a real result."
     )
-    launch: bool = Field(default=True, title="Start the training job", description="Off: the command is only printed.")
+    launch: bool = Field(default=True, title="Start the training job", description="Off: the hand-off table shows its command.")
     validation_share: float = Field(
         default=0.1, ge=0, le=0.5, title="Held-out share", description="Of the prompts, chosen by a hash of their content."
     )

@@ -10,7 +10,6 @@ from data_contracts.plan import PLAN_FILE
 from data_contracts.status import ChunkStatus, LeaseStatus, PlanStatus, StoreStatus
 from drafter_data.costs import CostModel, latest_costs
 from drafter_data.planning import load_plan, missing_samples
-from drafter_data.safetensors_file import NUMPY_DTYPES
 from drafter_data.store.store import Store
 
 
@@ -62,13 +61,7 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
         missing=len(missing.tokens_n),
         excluded=len(plan.excluded),
         chunks=tuple(chunks),
-        forecast=costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=bytes_per_token(store))
+        forecast=costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=store.identity.bytes_per_token)
         if costs is not None
         else None,
     )
-
-
-def bytes_per_token(store: Store) -> int:
-    """Bytes of a stored token: its states and its id."""
-    identity = store.identity
-    return len(identity.layers) * identity.hidden_size * np.dtype(NUMPY_DTYPES[identity.dtype]).itemsize + 8

@@ -188,9 +188,7 @@ def check_whole(file: TensorFile, path: Path, receipt: Receipt, label: str) -> N
 
 def state_bytes(dataset: Dataset, store: Store) -> int:
     """Bytes of the states of all rows, headers aside."""
-    identity = store.identity
-    width = 4 if identity.dtype == "F32" else 2
-    return dataset.record.tokens * (len(identity.layers) * identity.hidden_size * width + 8)
+    return dataset.record.tokens * store.identity.bytes_per_token
 
 
 def _check_mask(sample: Sample, vocab_size: int, label: str) -> None:
