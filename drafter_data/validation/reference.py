@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -75,9 +76,16 @@ class LayerReference:
 
     def distance(self, shape_ll: Doubles, rows: int, features: Sequence[int] | None = None) -> float:
         """Mahalanobis distance squared a feature of a shape measured over `rows` rows; of some features only, if given."""
-        chosen = np.arange(len(self.centre_f)) if features is None else np.asarray(features)
-        error_f = (_features(shape_ll) - self.centre_f)[chosen] * np.sqrt(_certainty(np.float64(rows), self.half_rows))
-        return float(error_f @ np.linalg.solve(self.covariance_ff[np.ix_(chosen, chosen)], error_f)) / len(chosen)
+        error_f = (_features(shape_ll) - self.centre_f) * float(np.sqrt(_certainty(rows, self.half_rows)))
+        if features is None:
+            return float(error_f @ self.precision_ff @ error_f) / len(error_f)
+        chosen = np.asarray(features)
+        return float(error_f[chosen] @ np.linalg.solve(self.covariance_ff[np.ix_(chosen, chosen)], error_f[chosen])) / len(chosen)
+
+    @cached_property
+    def precision_ff(self) -> Doubles:
+        """The inverse covariance."""
+        return np.asarray(np.linalg.inv(self.covariance_ff), dtype=np.float64)
 
     def fits(self, shape_ll: Doubles, rows: int, features: Sequence[int] | None = None) -> bool:
         """Whether a shape is one of this store's."""
@@ -152,9 +160,8 @@ class Reference:
             return None
         return cls(layers, LayerReference.learn([signature for signature, _ in samples]), TokenReference.learn(samples))
 
-    def judge(self, states_slh: NDArray[Any], dtype: str, ids_s: NDArray[np.int64]) -> Verdict | None:
-        """What is wrong with a sample's content, or None."""
-        signature = signature_of(states_slh, dtype)
+    def judge(self, signature: Signature, states_slh: NDArray[Any], dtype: str, ids_s: NDArray[np.int64]) -> Verdict | None:
+        """What is wrong with the content of a sample with this signature, or None."""
         if not self.shapes.fits(signature.shape_ll, len(signature.rows_r)):
             return self._explain(states_slh, dtype, signature)
         return self.tokens.judge(signature, ids_s)
@@ -215,7 +222,12 @@ def _other_layouts(states_slh: NDArray[Any]) -> list[tuple[str, NDArray[Any]]]:
 
 def _features(shape_ll: Doubles) -> Doubles:
     """The upper triangle of a shape, diagonal included, [F]."""
-    return shape_ll[np.triu_indices(len(shape_ll))]
+    return shape_ll[_triangle(len(shape_ll))]
+
+
+@lru_cache(maxsize=8)
+def _triangle(layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.triu_indices(layers)
 
 
 def _matrix(features_f: Doubles, layers: int) -> Doubles:

@@ -21,9 +21,9 @@ from drafter_data.safetensors_file import as_float32
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
-VALUES_LOOKED_AT = 1 << 20
-"""Of each sample: enough for narrow models, whose numbers are noisier, and a small part of a wide model's sample."""
-FEWEST_ROWS, MOST_ROWS = 32, 2048
+VALUES_LOOKED_AT = 1 << 18
+"""Of each sample: many rows of narrow models, whose numbers are noisier, and a small part of a wide model's sample."""
+FEWEST_ROWS, MOST_ROWS = 24, 2048
 FIRST_ROWS_SKIPPED = 4
 """The first tokens of a prompt may be attention sinks, a hundred times as large (Xiao et al. 2023)."""
 PROJECTED = 32
@@ -34,13 +34,14 @@ class Signature:
     """Measures of one sample over `rows_r` of its rows.
 
     `shape_ll` [L, L]: mean log root-mean-square of each layer on the diagonal, mean log distance of two layers beside it.
-    `spread_l` [L]: standard deviation over the rows of a layer's log size. `tokens_rp` [R, P]: unit vectors, the first stored
-    layer's rows, projected.
+    `spread_l` [L]: standard deviation over the rows of a layer's log size. `rms_l` [L]: root mean square of each layer.
+    `tokens_rp` [R, P]: unit vectors, the first stored layer's rows, projected.
     """
 
     rows_r: NDArray[np.int64]
     shape_ll: Doubles
     spread_l: Doubles
+    rms_l: Doubles
     tokens_rp: Floats
 
 
@@ -49,7 +50,8 @@ def signature_of(states_slh: NDArray[Any], dtype: str) -> Signature:
     rows_r = rows_of(states_slh.shape)
     states_rlh = as_float32(states_slh[rows_r], dtype)
     log_rll = _log_sizes(states_rlh)
-    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), _projected(states_rlh[:, 0]))
+    rms_l = np.sqrt(np.exp(2 * log_rll.diagonal(axis1=1, axis2=2)).mean(axis=0))
+    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), rms_l, _projected(states_rlh[:, 0]))
 
 
 def rows_of(shape_slh: tuple[int, ...]) -> NDArray[np.int64]:
@@ -66,20 +68,13 @@ def shape_of(states_rlh: Floats) -> Doubles:
 
 
 def _log_sizes(states_rlh: Floats) -> Doubles:
-    """Log root-mean-square of layers and of their differences, [R, L, L]."""
-    layers = states_rlh.shape[1]
-    square_rll = np.empty((len(states_rlh), layers, layers))
-    apart_rh = np.empty((len(states_rlh), states_rlh.shape[2]), dtype=np.float32)
-    for a in range(layers):
-        square_rll[:, a, a] = _mean_square(states_rlh[:, a])
-        for b in range(a):
-            np.subtract(states_rlh[:, a], states_rlh[:, b], out=apart_rh)
-            square_rll[:, a, b] = square_rll[:, b, a] = _mean_square(apart_rh)
-    return 0.5 * np.log(square_rll + 1e-30)
-
-
-def _mean_square(states_rh: Floats) -> Doubles:
-    return np.einsum("rh,rh->r", states_rh, states_rh).astype(np.float64) / states_rh.shape[1]
+    """Log root-mean-square of layers and of their differences, [R, L, L]: |a - b|^2 = aa + bb - 2 ab."""
+    gram_rll = (states_rlh @ states_rlh.transpose(0, 2, 1)).astype(np.float64)
+    size_rl = gram_rll.diagonal(axis1=1, axis2=2).copy()
+    square_rll = size_rl[:, :, None] + size_rl[:, None] - 2 * gram_rll
+    places = np.arange(states_rlh.shape[1])
+    square_rll[:, places, places] = size_rl
+    return 0.5 * np.log(np.maximum(square_rll / states_rlh.shape[2], 1e-30))
 
 
 def _projected(states_rh: Floats) -> Floats:

@@ -18,20 +18,20 @@ from data_contracts.identity import StoreIdentity, state_key_of_bytes
 from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding
 from drafter_data.errors import DumpRejected
-from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.validation.reference import Reference
 from drafter_data.validation.signature import Signature, signature_of
 from drafter_data.verification import check_columns_distinct, check_shape, hash_and_check
 
 EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
-MEASURED_TOKENS = 64
-"""Tokens of a sample, evenly spaced, whose norms are measured: the spread over samples needs no more."""
+UNREADABLE = "unreadable"
+"""The disk, or the number of open files, and not the state: it may be read the next time."""
 TENSORS = {"token_ids", "hidden_states"}
 
 
 @dataclass(frozen=True)
 class CheckedState:
-    """What came of one file: a finding, or None and the root-mean-square of each stored layer (float64 [L])."""
+    """What came of one file: a finding, or None and the root mean square of each stored layer (float64 [L])."""
 
     state_key: str
     finding: Finding | None
@@ -61,8 +61,10 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
         return CheckedState(receipt.state_key, wrong_size)
     try:
         file = TensorFile.open(path)
-    except (MalformedFile, OSError) as error:
+    except MalformedFile as error:
         return finding("header", "a safetensors header of a state file", str(error))
+    except OSError as error:
+        return finding(UNREADABLE, "a file that opens", str(error))
     with file:
         if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
             return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
@@ -77,10 +79,11 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
             return finding(error.reason, "states as the receipt and the store's identity say", str(error))
         if digest.hexdigest() != receipt.xxh3:
             return finding("checksum", f"xxh3 {receipt.xxh3}", f"xxh3 {digest.hexdigest()}")
-        verdict = reference.judge(states_slh, dtype, ids_s) if reference is not None else None
+        signature = signature_of(states_slh, dtype)
+        verdict = reference.judge(signature, states_slh, dtype, ids_s) if reference is not None else None
         if verdict is not None:
             return finding(verdict.reason, verdict.expected, verdict.found)
-        return CheckedState(receipt.state_key, None, layer_rms(states_slh, dtype))
+        return CheckedState(receipt.state_key, None, signature.rms_l)
 
 
 def read_signature(path: Path, identity: StoreIdentity) -> tuple[Signature, NDArray[np.int64]] | None:
@@ -126,11 +129,3 @@ def _head(path: Path, count: int) -> bytes:
         return os.pread(descriptor, count, 0)
     finally:
         os.close(descriptor)
-
-
-def layer_rms(states_slh: NDArray[Any], dtype: str) -> NDArray[np.float64]:
-    """Root mean square of each stored layer over up to 64 evenly spaced tokens, float64 [L]."""
-    step = max(1, len(states_slh) // MEASURED_TOKENS)
-    picked_slh = as_float32(states_slh[::step], dtype)
-    square_sl = np.einsum("slh,slh->sl", picked_slh, picked_slh).astype(np.float64) / picked_slh.shape[2]
-    return np.sqrt(square_sl.mean(axis=0))

@@ -53,6 +53,7 @@ def test_validation_layer_statistics_agree_with_a_direct_computation(tmp_path: P
     rms = []
     for receipt in store.receipts():
         states = store.read(receipt.state_key).states_slh.astype(np.float64)
+        states = states[4:] if len(states) > 8 else states  # the first tokens may be attention sinks
         rms.append(np.sqrt((states**2).mean(axis=(0, 2))))
     report = validate_store(store, dataset)
     assert [layer.rms_p50 for layer in report.layers] == pytest.approx(np.median(rms, axis=0))
