@@ -58,6 +58,6 @@ def test_encode_lone_surrogate_is_refused() -> None:
 
 def test_encode_english_text_exceeds_one_megabyte_a_second() -> None:
     text = ((OURS.encode.__doc__ or "") + (BuiltinTokenizer.__doc__ or "")) * 4000
-    start = time.perf_counter()
+    start = time.process_time()
     OURS.encode(text)
-    assert len(text) / (time.perf_counter() - start) > 1e6
+    assert len(text) / (time.process_time() - start) > 1e6
