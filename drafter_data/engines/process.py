@@ -93,6 +93,9 @@ class EngineProcess:
                 time.sleep(0.02)
         self._signal(signal.SIGKILL)  # also those of the group that outlived the server
         process.wait()
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._port_answers() and time.monotonic() < deadline:
+            time.sleep(0.01)  # killed processes give their port back when the kernel has taken them down
 
     def tail(self) -> str:
         """The last lines that this server wrote."""
@@ -114,12 +117,18 @@ class EngineProcess:
 
     def _check_port(self) -> None:
         """Another server on the port would answer in this one's name until this one has found that it cannot have it."""
-        address = urlsplit(self._ready_url)
-        with suppress(OSError), socket.create_connection((address.hostname or "127.0.0.1", address.port or 80), timeout=2):
+        if self._port_answers():
             raise EngineLost(
-                f"port {address.port} is taken by another server; stop that one, name another port, or give its URL instead",
+                f"port {urlsplit(self._ready_url).port} is taken by another server; stop that one, name another port, or give its "
+                "URL instead",
                 reason="port-taken",
             )
+
+    def _port_answers(self) -> bool:
+        address = urlsplit(self._ready_url)
+        with suppress(OSError), socket.create_connection((address.hostname or "127.0.0.1", address.port or 80), timeout=2):
+            return True
+        return False
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_seconds
