@@ -91,7 +91,7 @@ class ExtractionParameters(Parameters):
     """How chunks are cut, sent, retried and judged."""
 
     in_flight: int = Field(
-        default=16, ge=1, le=512, title="Requests in flight", description="Upper bound; the preflight may allow fewer."
+        default=64, ge=1, le=512, title="Requests in flight", description="At most; grows up to it while throughput does."
     )
     chunk_samples: int = Field(
         default=200, ge=1, le=10_000, title="Samples a chunk", description="About; chunks have equal predicted cost."
