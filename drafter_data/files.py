@@ -82,6 +82,14 @@ def replace_link(link: Path, target: Path) -> None:
     fsync_folder(link.parent)
 
 
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above `path` that is there."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
 def xxh3_of(path: Path) -> str:
     """xxh3-128 hex of a whole file."""
     digest = xxhash.xxh3_128()
