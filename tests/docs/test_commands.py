@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from drafter_data.embedded.launch import free_port
+from drafter_data.remedies import REMEDIES
 
 ROOT = Path(__file__).parent.parent.parent
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
@@ -71,15 +72,22 @@ def test_make_targets_in_the_docs_exist(document: str) -> None:
             assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE), command
 
 
+def runbook_reasons() -> set[str]:
+    rows = REASON.findall((ROOT / "docs/runbook.md").read_text())
+    return {reason for row in rows for reason in re.findall(r"`([a-z-]+)`", row)}
+
+
 def test_runbook_reasons_are_reasons_of_the_code() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "drafter_data").rglob("*.py"))
-    reasons = {
-        reason for row in REASON.findall((ROOT / "docs/runbook.md").read_text()) for reason in re.findall(r"`([a-z-]+)`", row)
-    }
+    reasons = runbook_reasons()
     assert len(reasons) > 20
     for reason in sorted(reasons):
         made = reason.removeprefix("canary-") if reason.startswith("canary-") else reason
         assert f'"{reason}"' in code or f'"{made}"' in code, f"{reason} is in the runbook, but nothing raises it"
+
+
+def test_runbook_lists_each_reason_that_a_chunk_can_fail_with() -> None:
+    assert sorted(set(REMEDIES) - runbook_reasons()) == []
 
 
 def test_links_between_documents_lead_somewhere() -> None:
