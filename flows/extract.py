@@ -70,7 +70,7 @@ def run_stages(
     with running_engine(engine, workspace) as running:
         checked = preflight.check(workspace, dataset, running, extraction, handoff.trainer)
         pending = plan.make_plan(workspace, dataset, extraction, checked)
-        plan.forecast(workspace, record.dataset_id, pending, checked)
+        plan.forecast(workspace, record.dataset_id, checked)
         session = chunks.session_of(workspace, dataset, running, extraction, checked, source.seed)
         ended = chunks.extract_chunks(session, pending, extraction)
 

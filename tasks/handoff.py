@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 from prefect import task
 
 from data_contracts.extraction import GateReport
-from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
+from data_contracts.handoff import MANIFEST_FILE, Checkpoint, HandoffManifest, TrainingPoint
 from data_contracts.parameters import HandoffParameters
 from drafter_data.dataset import Dataset
+from drafter_data.errors import InputError
 from drafter_data.files import replace_link
 from drafter_data.gate import exclusions
 from drafter_data.planning import load_plan
@@ -37,19 +40,22 @@ def give_to_trainer(
 ) -> HandoffManifest:
     """Writes the trainer's view into a folder of its own and points `handoff` at it."""
     opened, store = Dataset.open(dataset), Store.open(workspace.store)
-    options = options_of(parameters)
+    options = {"max_error_rate": str(gate.max_error_rate), **options_of(parameters)}
     try:
         left_out = exclusions(load_plan(store.root, opened.record.dataset_id), gate, opened)
-        out = workspace.handoff_folder(parameters.trainer, opened.record.dataset_id, left_out, options)
-        manifest = hand_off(
-            trainer_named(parameters.trainer),
-            opened,
-            store,
-            out,
-            model=model,
-            exclusions=left_out,
-            options=options,
-            keep_free_bytes=workspace.keep_free_bytes,
+        base = workspace.handoff_folder(parameters.trainer, opened.record.dataset_id, left_out, options)
+        out, manifest = in_a_free_folder(
+            base,
+            lambda folder: hand_off(
+                trainer_named(parameters.trainer),
+                opened,
+                store,
+                folder,
+                model=model,
+                exclusions=left_out,
+                options=options,
+                keep_free_bytes=workspace.keep_free_bytes,
+            ),
         )
     finally:
         store.close()
@@ -57,6 +63,18 @@ def give_to_trainer(
     publish_facts("hand-off", f"{manifest.samples:,} samples for {manifest.trainer}", handoff_facts(manifest, None, options))
     say(f"hand-off: {manifest.samples:,} samples for {manifest.trainer} at {manifest.folder}")
     return manifest
+
+
+def in_a_free_folder(base: Path, make: Callable[[Path], HandoffManifest]) -> tuple[Path, HandoffManifest]:
+    """Makes the hand-off in `base`, or beside it under the next number where `base` holds an older one of other states."""
+    for number in count(1):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            return folder, make(folder)
+        except InputError as error:
+            if error.reason != "handoff-folder" or not (folder / MANIFEST_FILE).is_file():
+                raise
+    raise AssertionError("unreachable")
 
 
 @task(name="train", task_run_name="train {manifest.trainer} on {manifest.samples} samples", **STAGE)

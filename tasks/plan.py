@@ -13,7 +13,7 @@ from data_contracts.preflight import PreflightReport
 from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.extraction.campaign import pending_chunks, plan_over
-from drafter_data.planning import chunk_rows
+from drafter_data.planning import load_plan, missing_samples
 from drafter_data.store.store import Store
 from drafter_data.units import duration, gigabytes
 from drafter_data.workspace import Workspace
@@ -45,18 +45,12 @@ def make_plan(
 def forecast(
     workspace: Workspace,
     dataset_id: str,
-    pending: list[Chunk],
     checked: PreflightReport,
 ) -> Forecast:
     """Publishes time and bytes to come, from this engine's history and the canary's probes."""
     store = Store.open(workspace.store)
     try:
-        remaining = [
-            one.num_tokens
-            for chunk in pending
-            for one in chunk_rows(workspace.store, dataset_id, chunk.index)
-            if one.state_key not in store
-        ]
+        remaining = missing_samples(store, load_plan(workspace.store, dataset_id)).tokens_n
     finally:
         store.close()
     costs = CostModel.load(costs_path(workspace.store, checked.fingerprint))

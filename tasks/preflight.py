@@ -10,6 +10,7 @@ from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.preflight import PreflightReport
 from drafter_data.dataset import Dataset
 from drafter_data.extraction.campaign import check_engine
+from drafter_data.preflight import bytes_to_come
 from drafter_data.store.store import Store
 from drafter_data.trainers.handoff import check_space
 from drafter_data.trainers.registry import trainer_named
@@ -35,7 +36,8 @@ def check(
 def _check_trainer(workspace: Workspace, dataset: Dataset, report: PreflightReport, trainer: str) -> None:
     store = Store.open(workspace.store, report.identity)
     try:
-        check_space(trainer_named(trainer), dataset, store, workspace.folder / "handoffs", workspace.keep_free_bytes)
+        to_come = bytes_to_come(dataset, workspace.store, report.identity, report.max_prompt_tokens)
+        check_space(trainer_named(trainer), dataset, store, workspace.folder / "handoffs", workspace.keep_free_bytes, to_come)
     finally:
         store.close()
 

@@ -16,6 +16,7 @@ from drafter_data.remedies import remedy
 from drafter_data.store.store import Store
 from drafter_data.units import gigabytes
 from drafter_data.validation import validate_store
+from drafter_data.validation.state_file import UNREADABLE
 from drafter_data.workspace import Workspace
 from tasks.publishing import STAGE, publish_table, say
 
@@ -53,13 +54,21 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
     store = Store.open(workspace.store)
     try:
         report = validate_store(store, Dataset.open(dataset))
-        damaged = {found.state_key: found.reason for found in report.findings if found.state_key in store}
-        store.discard(damaged)
+        store.discard(damaged_states(store, report))
     finally:
         store.close()
     publish_table("validation", _validation_summary(report), validation_rows(report))
     say(_validation_summary(report))
     return report
+
+
+def damaged_states(store: Store, report: ValidationReport) -> dict[str, str]:
+    """States whose own file is wrong, and why. A finding about a dataset row, or a disk that does not read, condemns no state."""
+    return {
+        found.state_key: found.reason
+        for found in report.findings
+        if found.state_key in store and found.file == str(store.path_of(found.state_key)) and found.reason != UNREADABLE
+    }
 
 
 def failed_row(chunk: ChunkFailures, ended: str) -> dict[str, object]:
@@ -70,7 +79,7 @@ def failed_row(chunk: ChunkFailures, ended: str) -> dict[str, object]:
         "chunk": chunk.chunk_index,
         "failed samples": len(chunk.failures),
         "why": ", ".join(f"{reason} {count}" for reason, count in reasons.most_common()),
-        "for example": ended if chunk.stopped_by and ended else chunk.failures[0].detail,
+        "for example": ended or chunk.failures[0].detail,
         "what to do": remedy(cause),
     }
 

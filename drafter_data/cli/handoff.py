@@ -11,10 +11,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
+from data_contracts.plan import PLAN_FILE, Exclusion
 from data_contracts.validation import Finding
 from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines, print_table
 from drafter_data.dataset import Dataset
 from drafter_data.errors import UsageError
+from drafter_data.planning import load_plan, plan_folder
 from drafter_data.store.store import Store
 from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.folder import check_folder
@@ -76,7 +78,16 @@ def handoff(
     chosen, options = trainer_named(trainer), parse_options(option)
     opened = Store.open(store)
     try:
-        manifest = hand_off(chosen, Dataset.open(dataset), opened, out, model=model or _recorded_model(opened), options=options)
+        rows = Dataset.open(dataset)
+        manifest = hand_off(
+            chosen,
+            rows,
+            opened,
+            out,
+            model=model or _recorded_model(opened),
+            exclusions=_known_exclusions(opened, rows),
+            options=options,
+        )
     finally:
         opened.close()
     if print_command:
@@ -89,6 +100,12 @@ def handoff(
         record = manifest.model_dump(mode="json") | {"checkpoint": checkpoint.model_dump(mode="json") if checkpoint else None}
         sys.stdout.write(json_module.dumps(record, indent=2) + "\n")
     return 0
+
+
+def _known_exclusions(store: Store, dataset: Dataset) -> tuple[Exclusion, ...]:
+    """Rows that the plan left out before sending, where there is a plan."""
+    dataset_id = dataset.record.dataset_id
+    return load_plan(store.root, dataset_id).excluded if (plan_folder(store.root, dataset_id) / PLAN_FILE).is_file() else ()
 
 
 def _recorded_model(store: Store) -> Path:

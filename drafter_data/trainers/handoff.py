@@ -10,6 +10,7 @@ from data_contracts.handoff import HandoffManifest
 from data_contracts.plan import Exclusion
 from drafter_data.dataset import Dataset
 from drafter_data.errors import PreflightRefused
+from drafter_data.files import existing_parent
 from drafter_data.store.store import Store
 from drafter_data.trainers.base import Trainer
 
@@ -33,22 +34,20 @@ def hand_off(
     return trainer.materialise(dataset, store, out, model=model, exclusions=tuple(exclusions), options=options or {})
 
 
-def check_space(trainer: Trainer, dataset: Dataset, store: Store, out: Path, keep_free_bytes: int = 0) -> None:
-    """Compares what the trainer's view takes with what is free on its target. Raises PreflightRefused."""
+def check_space(
+    trainer: Trainer, dataset: Dataset, store: Store, out: Path, keep_free_bytes: int = 0, states_to_come_bytes: int = 0
+) -> None:
+    """Compares what the trainer's view takes with what is free on its target, after the states that are still to come to the
+    same disk. Raises PreflightRefused.
+    """
     need = trainer.needs(dataset, store)
     target = existing_parent(out)
     free = shutil.disk_usage(target).free
+    if target.stat().st_dev == store.root.stat().st_dev:
+        free -= states_to_come_bytes
     if need.bytes + keep_free_bytes > free:
         raise PreflightRefused(
             f"the hand-off to {trainer.name} takes {need.bytes / 1e9:.2f} GB on {target} ({need.means}) beside the "
             f"{keep_free_bytes / 1e9:.2f} GB to keep free, found {free / 1e9:.2f} GB; name a folder with more space",
             reason="handoff-space",
         )
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest folder above `path` that is there."""
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
