@@ -1,6 +1,6 @@
 """SGLang HTTP API, as far as extraction uses it. No retries here: an attempt that may have arrived needs a new request id.
 
-Source: SGLang 0.5.23, `/generate`, `/server_info`, `/ready`, `/flush_cache`.
+Source: SGLang 0.5.23, `/generate`, `/server_info`, `/ready`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,6 @@ class JsonClient:
             raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
         if status >= 400:
             raise RequestRefused(f"{label}: {self.url} answered {status}: {_message(text)}")
-        if path == "/flush_cache":
-            return {}
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -162,10 +160,6 @@ class SGLangClient(JsonClient):
             return self._session().get(f"{self.url}/health_generate", timeout=(2.0, 20.0)).status_code == 200
         except requests.RequestException:
             return False
-
-    def flush_cache(self) -> None:
-        """Empties the prefix cache."""
-        self._json("POST", "/flush_cache", b"", "/flush_cache")
 
 
 def _unreachable(error: requests.RequestException) -> type[EngineUnreachable]:

@@ -52,11 +52,6 @@ class Outliers:
         with self._lock:
             self._kept.append(signature)
 
-    @property
-    def known(self) -> int:
-        """How many samples are the measure."""
-        return len(self._kept)
-
     def deviation(self, signature: NDArray[np.float64]) -> float | None:
         """Largest distance from the median in robust standard deviations; None while too few samples are known."""
         with self._lock:

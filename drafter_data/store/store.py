@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +126,6 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._receipts)
-
-    def missing(self, state_keys: Iterable[str]) -> list[str]:
-        """Those of `state_keys` that the store does not hold, in the order given."""
-        return [key for key in state_keys if key not in self._receipts]
 
     def receipts(self) -> Iterator[Receipt]:
         """One receipt a state."""
