@@ -84,7 +84,7 @@ def compare(kind: str, source: Path, work: Path, rounds: int) -> dict[str, Any]:
             str(PROCESSES),
             "--json",
         ]
-        measured = measure([*argv, "--tokenizer", str(FOLDER)])
+        measured = measure([*argv, *(["--tokenizer", str(FOLDER)] if kind == "conversations" else [])])
         record = json.loads(measured.pop("stdout"))
         rows = record["rows"]
         ours.append({**measured, "rows": rows, "bytes": record["rows_bytes"]})

@@ -25,7 +25,7 @@ from drafter_data.runs.report import check_outcome, lines_before, named_conflict
 from drafter_data.runs.scratch import check_target, publish, scratch_folder
 from drafter_data.runs.sources import Run, find_runs
 from drafter_data.runs.units import UNIT_BYTES, Unit, cut_into_units, estimated_bytes
-from drafter_data.tokenising.chat import ChatTokenizer, load_chat_tokenizer
+from drafter_data.runs.worker import TokenizerNote
 from drafter_data.version import code_version
 
 PARTITION_BYTES: Final = 32 << 20
@@ -51,13 +51,12 @@ def merge_runs(
     options.check()
     check_target(out)
     runs = find_runs(sources)
-    loaded = load_chat_tokenizer(options.tokenize)  # what cannot be loaded is refused before anything is read
     with scratch_folder(out) as scratch:
         work = scratch / "spill"
         work.mkdir()
-        reports, finished = _merge(runs, work, scratch, options, workers)
+        reports, finished, note = _merge(runs, work, scratch, options, workers)
         shutil.rmtree(work)
-        return publish(scratch, out, _record(scratch / ROWS_FILE, reports, finished, options, loaded))
+        return publish(scratch, out, _record(scratch / ROWS_FILE, reports, finished, options, note))
 
 
 def check_runs(sources: Sequence[str], options: MergeOptions, *, workers: int | None = None) -> tuple[RunReport, ...]:
@@ -70,11 +69,11 @@ def check_runs(sources: Sequence[str], options: MergeOptions, *, workers: int | 
 
 def _merge(
     runs: Sequence[Run], work: Path, target: Path | None, options: MergeOptions, workers: int | None
-) -> tuple[tuple[RunReport, ...], Finished]:
+) -> tuple[tuple[RunReport, ...], Finished, TokenizerNote]:
     """Reads, selects, and writes rows and quarantine into `target`; where that is None, only counts."""
     units = cut_into_units(runs, UNIT_BYTES)
     partitions = max(1, min(_MOST_PARTITIONS, estimated_bytes(units) // PARTITION_BYTES))
-    unit_reports = process_units(units, work, partitions, options, workers=workers, keys_only=target is None)
+    unit_reports, note = process_units(units, work, partitions, options, workers=workers, keys_only=target is None)
     before = lines_before(units, unit_reports)
     finisher = Finisher(work, partitions, units, before, [run.name for run in runs])
     finished = finisher.finish(None if target is None else target / ROWS_FILE, options)
@@ -82,7 +81,7 @@ def _merge(
     check_outcome(reports, options.max_dropped_share, quarantine_entries(work, runs, units, before))
     if target is not None:
         _write_quarantine(target / QUARANTINE_FILE, work, runs, units, before)
-    return reports, finished
+    return reports, finished, note
 
 
 def _write_quarantine(path: Path, work: Path, runs: Sequence[Run], units: Sequence[Unit], before: Sequence[int]) -> None:
@@ -92,7 +91,7 @@ def _write_quarantine(path: Path, work: Path, runs: Sequence[Run], units: Sequen
 
 
 def _record(
-    rows: Path, reports: tuple[RunReport, ...], finished: Finished, options: MergeOptions, tokenizer: ChatTokenizer
+    rows: Path, reports: tuple[RunReport, ...], finished: Finished, options: MergeOptions, tokenizer: TokenizerNote
 ) -> DatasetRecord:
     return DatasetRecord(
         dataset_id=finished.dataset_id,

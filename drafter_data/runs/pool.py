@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -15,7 +16,7 @@ from typing import Final
 from drafter_data.errors import DrafterDataError
 from drafter_data.runs.options import MergeOptions
 from drafter_data.runs.units import Unit
-from drafter_data.runs.worker import UnitReport, Worker
+from drafter_data.runs.worker import TokenizerNote, UnitReport, Worker
 
 SMALL_BYTES: Final = 24 << 20
 """Below this, starting processes takes longer than it saves."""
@@ -25,25 +26,29 @@ _worker: Worker | None = None
 
 def process_units(
     units: Sequence[Unit], folder: Path, partitions: int, options: MergeOptions, *, workers: int | None, keys_only: bool = False
-) -> list[UnitReport]:
-    """Processes all pieces and returns their reports in order. Raises the first failure; nothing runs on after it.
+) -> tuple[list[UnitReport], TokenizerNote]:
+    """Processes all pieces; returns their reports in order, and which tokenizer it was.
+
+    A tokenizer that cannot be loaded is refused before anything is read. Raises the first failure; nothing runs on after it.
 
     `workers` None takes all CPUs that this process may use (at most 8), or none beside this one for small input.
     """
     count = min(_wanted(units) if workers is None else workers, len(units))
     if count <= 1 or any(unit.file.url.startswith("memory://") for unit in units):
         worker = Worker(folder, partitions, options, keys_only=keys_only)
+        note = worker.describe_tokenizer()
         reports = [worker.process(unit) for unit in units]
         worker.close()
-        return reports
+        return reports, note
     context = multiprocessing.get_context("spawn")  # a fork of a threaded process can hang
     with ProcessPoolExecutor(count, context, _start, (folder, partitions, options, keys_only)) as pool:
         try:
+            note = pool.submit(_describe).result()
             futures = [pool.submit(_process, unit) for unit in units]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            return [future.result() for future in futures]
+            return [future.result() for future in futures], note
         except BrokenProcessPool as error:
             raise DrafterDataError(
                 "a reading process died without a word (killed for memory?); merge again with fewer `--workers`",
@@ -61,7 +66,15 @@ def _wanted(units: Sequence[Unit]) -> int:
 def _start(folder: Path, partitions: int, options: MergeOptions, keys_only: bool) -> None:
     global _worker  # noqa: PLW0603 - one worker a process, made once
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if not options.tokenize.trust_remote_code:
+        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  # transformers would import it: 250 MB a reader
     _worker = Worker(folder, partitions, options, keys_only=keys_only)
+
+
+def _describe() -> TokenizerNote:
+    if _worker is None:
+        raise AssertionError("the pool starts its workers before it gives them work")
+    return _worker.describe_tokenizer()
 
 
 def _process(unit: Unit) -> UnitReport:

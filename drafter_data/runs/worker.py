@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from drafter_data.errors import InputError
 from drafter_data.runs import reasons
+from drafter_data.runs.conversations import Conversation
 from drafter_data.runs.cutting import cut_length
 from drafter_data.runs.options import MergeOptions
 from drafter_data.runs.reasons import RowDropped
@@ -34,6 +35,15 @@ class UnitReport:
     lines: int = 0
     tokenised: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerNote:
+    """Which tokenizer and template a merge used."""
+
+    name: str
+    tokenizer_hash: str
+    template_hash: str
 
 
 class Worker:
@@ -73,7 +83,7 @@ class Worker:
         if not isinstance(record.value, dict):
             raise RowDropped(reasons.MALFORMED, f"expected a JSON object, found {type(record.value).__name__}")
         try:
-            ids_s, mask_s = encode_record(record.value, self._encoder().encode, self._options.role_map, self._options.vocab_size)
+            ids_s, mask_s = encode_record(record.value, self._encode, self._options.role_map, self._options.vocab_size)
             source_id = source_id_of(record.value)
             if source_id is not None:
                 source_id.encode()
@@ -83,7 +93,15 @@ class Worker:
             raise RowDropped(reasons.NOT_UNICODE, str(error)) from error
         self._spill.add(unit.index, record.line, source_id, *self._fitted(ids_s, mask_s))
 
-    def _encoder(self) -> ChatTokenizer:
+    def describe_tokenizer(self) -> TokenizerNote:
+        """Loads the tokenizer and says which one it is. Raises InputError where it cannot be loaded."""
+        loaded = self._loaded()
+        return TokenizerNote(loaded.name, loaded.tokenizer_hash, loaded.template_hash)
+
+    def _encode(self, conversation: Conversation) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        return self._loaded().encode(conversation)
+
+    def _loaded(self) -> ChatTokenizer:
         if self._tokenizer is None:
             self._tokenizer = load_chat_tokenizer(self._options.tokenize)
         return self._tokenizer

@@ -20,9 +20,11 @@ from drafter_data.dataset import Dataset
 from drafter_data.errors import InputError
 from drafter_data.runs import merge as merge_module
 from drafter_data.runs.merge import merge_runs
+from drafter_data.runs.options import MergeOptions, TokenizeOptions
 from drafter_data.runs.rows_file import GROUP_TOKENS
 from drafter_data.runs.sources import find_runs
 from drafter_data.runs.units import cut_into_units, read_unit
+from drafter_data.tokenising.builtin import FOLDER
 from tests.runs.forms import chat, tokens, write_bytes, write_run
 
 
@@ -174,3 +176,16 @@ def test_saved_datasets_folders_are_runs(tmp_path: Path) -> None:
     second = merge_runs([str(tmp_path / "splits")], tmp_path / "b")
     assert first.dataset_id == second.dataset_id
     assert (first.rows, second.rows) == (20, 20)
+
+
+def test_readers_of_a_hugging_face_tokenizer_give_the_same_dataset(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    runs = [write_run(tmp_path, name, "jsonl", [chat(f"{name} {i}", "é漢") for i in range(9)]) for name in ("a", "b")]
+    options = MergeOptions(TokenizeOptions(str(FOLDER)))
+    two = merge_runs(runs, tmp_path / "two", options=options, workers=2)
+    assert two.dataset_id == merge_runs(runs, tmp_path / "builtin").dataset_id
+    assert two.template_hash
+    missing = MergeOptions(TokenizeOptions(str(tmp_path / "nowhere")))
+    with pytest.raises(InputError) as caught:
+        merge_runs(runs, tmp_path / "none", options=missing, workers=2)
+    assert caught.value.reason == "tokenizer-missing"
