@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines
 from drafter_data.store.fsck import fsck as check_store
 from drafter_data.store.store import Store
 
@@ -46,7 +45,7 @@ def fsck(
     opened.close()
     left = len(report.problems) - report.repaired
     if json:
-        sys.stdout.write(report.model_dump_json(indent=2) + "\n")
+        print_json(report)
     else:
         print_lines(f"{report.states:,} states, {len(report.problems)} problems, {report.repaired} repaired")
         if report.problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from data_contracts.plan import Plan
-from drafter_data.cli.output import print_table
+from drafter_data.cli.output import print_json, print_table
 from drafter_data.costs import CostModel, latest_costs
 from drafter_data.dataset import Dataset
 from drafter_data.planning import make_plan
@@ -48,7 +47,7 @@ def plan(
     made = make_plan(data, opened, costs, chunk_samples=chunk_samples, max_prompt_tokens=limit)
     opened.close()
     if json:
-        sys.stdout.write(made.model_dump_json(indent=2) + "\n")
+        print_json(made)
     else:
         _print(made)
 

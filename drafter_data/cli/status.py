@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 from data_contracts.forecast import Forecast
 from data_contracts.status import StoreStatus
-from drafter_data.cli.output import print_lines, print_table
+from drafter_data.cli.output import print_json, print_lines, print_table
 from drafter_data.status import store_status
 from drafter_data.store.store import Store
 from drafter_data.units import duration, gigabytes
@@ -32,7 +31,7 @@ def status(store: Path, *, json: bool = False) -> None:
     report = store_status(opened)
     opened.close()
     if json:
-        sys.stdout.write(report.model_dump_json(indent=2) + "\n")
+        print_json(report)
     else:
         _print(report)
 

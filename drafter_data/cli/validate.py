@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from data_contracts.validation import ValidationReport
-from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_lines, print_table
+from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines, print_table
 from drafter_data.dataset import Dataset
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
@@ -44,7 +43,7 @@ def validate(
     report = validate_store(opened, Dataset.open(dataset) if dataset is not None else None, workers=workers)
     opened.close()
     if json:
-        sys.stdout.write(report.model_dump_json(indent=2) + "\n")
+        print_json(report)
     else:
         _print(report)
     return 1 if report.errors else 0

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from data_contracts.validation import Finding, FsckReport
-from drafter_data.errors import LeaseHeld
+from drafter_data.errors import InputError, LeaseHeld
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.store.store import Store, is_state_name
 from drafter_data.validation.store import check_receipts
@@ -54,9 +54,7 @@ def fsck(store: Store, *, repair: bool = False, deep: bool = False, workers: int
         _orphans(store, found)
     _ended_leases(store, found)
     if repair:
-        for mend in found.mend:
-            mend()
-        store.discard(found.discard)
+        _mend(store, found)
     return FsckReport(
         store=str(store.root),
         states=len(store),
@@ -65,6 +63,17 @@ def fsck(store: Store, *, repair: bool = False, deep: bool = False, workers: int
         problems=tuple(found.problems),
         repaired=len(found.mend) + len(found.discard) if repair else 0,
     )
+
+
+def _mend(store: Store, found: _Pass) -> None:
+    try:
+        for mend in found.mend:
+            mend()
+        store.discard(found.discard)
+    except OSError as error:
+        raise InputError(
+            f"cannot repair {store.root}: {error.strerror}; make the store writable and run fsck again", reason="store-not-writable"
+        ) from error
 
 
 def _problem(reason: str, path: Path, expected: str, found: str, remedy: str, state_key: str = "") -> Finding:

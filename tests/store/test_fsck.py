@@ -11,12 +11,13 @@ import pytest
 
 from drafter_data.cli.fsck import fsck as fsck_command
 from drafter_data.cli.status import status as status_command
-from drafter_data.errors import LeaseHeld
+from drafter_data.errors import InputError, LeaseHeld
 from drafter_data.files import xxh3_of
 from drafter_data.store.fsck import fsck
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 from tests.store.making import commit, identity_of, ids_of, key_of
+from tests.store.mounts import remount, small_tmpfs
 
 
 @pytest.fixture
@@ -117,3 +118,15 @@ def test_fsck_and_status_commands_print_what_they_found(store: Store, capsys: py
     text = " ".join(capsys.readouterr().out.split())
     assert "8 states" in text and "the run" in text
     assert np.array_equal(store.read(key_of(ids_of(12, 4))).token_ids_s, ids_of(12, 4))
+
+
+def test_fsck_repair_on_a_read_only_store_is_one_clear_line(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "ro", "size=2M") as folder:
+        store = Store.open(folder / "store", identity_of())
+        commit(store, ids_of(8, 1))
+        store.path_of(key_of(ids_of(8, 1))).unlink()
+        store.close()
+        remount(folder, "ro")
+        with pytest.raises(InputError, match=r"cannot repair .*Read-only file system; make the store writable") as raised:
+            fsck(Store.open(store.root), repair=True)
+        assert "\n" not in str(raised.value)
