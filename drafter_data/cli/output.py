@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -25,9 +26,12 @@ _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?(e[-+]\d+)?%?")
 
 def console(*, stderr: bool = False) -> Console:
     """A console that prints what it is given, as wide as the terminal or as a log may be."""
-    stream = sys.stderr if stderr else sys.stdout
-    unknown = not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, width=LOG_COLUMNS if unknown else None, markup=False, emoji=False)
+    return Console(stderr=stderr, width=width_of(sys.stderr if stderr else sys.stdout), markup=False, emoji=False)
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Columns for rich: a log's where `stream` is no terminal, None (rich finds out) where it is one."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else LOG_COLUMNS
 
 
 def print_json(record: BaseModel) -> None:

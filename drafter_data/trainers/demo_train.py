@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
+from drafter_data.cli.output import width_of
 from drafter_data.dataset import Dataset
 from drafter_data.errors import DrafterDataError
 from drafter_data.store.store import Store
@@ -76,7 +77,7 @@ def _run(name: str, manifest: HandoffManifest, options: dict[str, str], points: 
 def main() -> int:
     """Prints the table; one clear line and the error's exit code when a job fails."""
     demo, out, python = (Path(argument) for argument in sys.argv[1:4])
-    console = Console()
+    console = Console(width=width_of(sys.stdout), markup=False)
     try:
         console.print(train_both(demo, out, python, console))
     except DrafterDataError as error:

@@ -11,6 +11,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from drafter_data.cli.output import width_of
 from drafter_data.errors import DrafterDataError
 from drafter_data.files import write_atomic
 from flows.local.demo import run_demo
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=4200)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
-    console = Console()
+    console = Console(width=width_of(sys.stdout))
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         if given.command == "demo":
@@ -43,10 +44,11 @@ def main() -> int:
 
 def up(services: Services, console: Console) -> int:
     """Server, worker and deployments, left running."""
-    if services.running():
+    if services.healthy():
         services = services.as_started()
         console.print("already running")
     else:
+        services.stop()  # half of it may be left of a crash
         services.start(lambda what: console.print(f"[dim]{what}"))
     prefix = "" if point_checkout_at(services) else f"PREFECT_API_URL={services.api} "
     console.print(
