@@ -33,7 +33,8 @@ SGLANG_CPU_FLAGS = (
 )  # fmt: skip
 # One thread that sleeps while it waits: on a busy machine spinning threads are many times slower.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-SGLANG_CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", **ONE_THREAD}
+# Without compilation at the first pass, which takes a compiler, and minutes on a busy machine.
+SGLANG_CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", **ONE_THREAD}
 VLLM_CPU_FLAGS = (
     "--max-model-len", "4096", "--max-num-seqs", "16", "--max-num-batched-tokens", "2048", "--enforce-eager",
 )  # fmt: skip
