@@ -15,6 +15,7 @@ from data_contracts.parameters import (
     InputParameters,
     StorageParameters,
 )
+from drafter_data.runs.sources import find_runs
 from drafter_data.runs.watching import read_mark, runs_mark, write_mark
 from drafter_data.workspace import Workspace
 from flows.extract import extract
@@ -51,6 +52,8 @@ def run_if_new(
     """Compares the runs' files with those of the last complete run, which is written down only after it completed."""
     workspace = Workspace.of(storage)
     workspace.prepare()
+    if source.runs:
+        find_runs(source.runs)  # a run that is named and not there is a mistake, not "nothing new"
     runs = source.runs or (str(workspace.folder / "runs"),)
     mark = runs_mark(runs)
     if not mark.files:

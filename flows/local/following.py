@@ -33,8 +33,13 @@ def follow(services: Services, run_id: str, say: Callable[[str], None], *, timeo
     """Says each log line as it comes, until the run has ended; returns the flow run. Raises ServiceFailed after the timeout."""
     deadline, said = time.monotonic() + timeout_seconds, 0
     while True:
-        run = read_run(services, run_id)
-        lines = logs(services, run_id, said)
+        try:
+            run, lines = read_run(services, run_id), logs(services, run_id, said)
+        except requests.RequestException as error:
+            if time.monotonic() > deadline:
+                raise ServiceFailed(f"the Prefect server at {services.api} does not answer: {error}") from error
+            time.sleep(POLL_SECONDS)
+            continue
         for line in lines:
             if not str(line["message"]).startswith(_ROUTINE):
                 say(f"{str(line['timestamp'])[11:19]}  {line['message']}")

@@ -21,6 +21,7 @@ from flows.local.processes import StartedProcess, start, stop
 CHECKOUT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 POOL = "local"
+COMMAND_SECONDS = 300
 READY_SECONDS = 120.0
 
 
@@ -88,9 +89,20 @@ class Services:
 
     def prefect(self, arguments: Sequence[str]) -> str:
         """Runs a Prefect command in the checkout; returns its output. Raises ServiceFailed with it when the command fails."""
-        done = subprocess.run(
-            [PREFECT, *arguments], env=self.environment(), cwd=CHECKOUT, capture_output=True, text=True, check=False, timeout=180
-        )
+        try:
+            done = subprocess.run(
+                [PREFECT, *arguments],
+                env=self.environment(),
+                cwd=CHECKOUT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=COMMAND_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ServiceFailed(
+                f"`prefect {' '.join(arguments)}` did not end within {COMMAND_SECONDS} s; the server's log is in {self.folder}"
+            ) from error
         if done.returncode:
             raise ServiceFailed(f"`prefect {' '.join(arguments)}` ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -98,6 +110,10 @@ class Services:
     def running(self) -> tuple[StartedProcess, ...]:
         """What was started here and still runs."""
         return tuple(process for process in self._recorded().processes if process.alive())
+
+    def healthy(self) -> bool:
+        """Whether server and worker both run and the server answers."""
+        return {process.name for process in self.running()} >= {"server", "worker"} and _answers(f"{self.as_started().api}/health")
 
     def as_started(self) -> Services:
         """The same folder with the port that its running server was given."""
@@ -139,7 +155,10 @@ class Services:
             time.sleep(0.2)
 
     def _worker_is_online(self) -> bool:
-        found = requests.post(f"{self.api}/work_pools/{POOL}/workers/filter", json={}, timeout=10)
+        try:
+            found = requests.post(f"{self.api}/work_pools/{POOL}/workers/filter", json={}, timeout=10)
+        except requests.RequestException:
+            return False  # a busy server; asked again until the time is up
         return found.ok and any(worker["status"] == "ONLINE" for worker in found.json())
 
 
