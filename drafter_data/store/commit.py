@@ -5,6 +5,7 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -37,10 +38,10 @@ def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], 
     digest = xxhash.xxh3_128(header + ids)
     temporary = final.with_name(temporary_name(final.name))
     try:
-        if dump.whole_file and os.fstat(dump.whole_file[0]).st_dev == final.parent.stat().st_dev:
+        if dump.whole_file and _link(dump.whole_file[0], temporary):
             start_writeback(dump.whole_file[0], 0, 0)  # 0: to its end
             hash_and_check(dump.states_slh, dump.dtype, digest, label)
-            _link_dump(temporary, dump.whole_file[0], header)
+            _make_state(dump.whole_file[0], header)
         else:
             with _new_state(temporary) as writer:
                 writer.write(memoryview(header + ids))
@@ -53,17 +54,28 @@ def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], 
     return len(header) + len(ids) + dump.states_slh.nbytes, digest.hexdigest()
 
 
-def _link_dump(temporary: Path, dump_descriptor: int, header: bytes) -> None:
-    """Gives the verified inode itself (not whatever now has its name) a name in the store."""
-    os.pwrite(dump_descriptor, header, 0)
-    os.fchmod(dump_descriptor, STATE_MODE)
-    os.fsync(dump_descriptor)
+def _link(dump_descriptor: int, temporary: Path) -> bool:
+    """Gives the inode itself (not whatever now has its name) a name in the store; False on another file system or mount."""
+    if os.fstat(dump_descriptor).st_dev != temporary.parent.stat().st_dev:
+        return False
     # Only linkat(2) with a folder descriptor follows the link in /proc/self/fd; link(2) would try to link that link itself.
     folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.link(str(dump_descriptor), temporary, src_dir_fd=folder, follow_symlinks=True)
+    except OSError as error:
+        if error.errno == errno.EXDEV:  # one file system, but mounted twice, as folders of a container are
+            return False
+        raise
     finally:
         os.close(folder)
+    return True
+
+
+def _make_state(dump_descriptor: int, header: bytes) -> None:
+    """Makes a verified dump a state file: canonical header, read-only, durable."""
+    os.pwrite(dump_descriptor, header, 0)
+    os.fchmod(dump_descriptor, STATE_MODE)
+    os.fsync(dump_descriptor)
 
 
 class _StateWriter:

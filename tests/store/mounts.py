@@ -13,12 +13,25 @@ import pytest
 @contextmanager
 def small_tmpfs(folder: Path, options: str) -> Generator[Path]:
     """Mounts a tmpfs with `options` on a new folder for the duration; skips where mounting is not allowed."""
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
-    try:
+    with _mounted(["-t", "tmpfs", "-o", options, "tmpfs"], folder):
         yield folder
+
+
+@contextmanager
+def bind_mount(source: Path, folder: Path) -> Generator[Path]:
+    """Mounts a folder a second time."""
+    with _mounted(["--bind", str(source)], folder):
+        yield folder
+
+
+@contextmanager
+def _mounted(arguments: list[str], folder: Path) -> Generator[None]:
+    folder.mkdir()
+    mounted = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    try:
+        yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -15,7 +15,7 @@ from drafter_data.errors import DumpRejected, IdentityMismatch, InputError
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from tests.store.making import commit, dump_of, identity_of, ids_of, key_of, states_of, whole_file_dump
-from tests.store.mounts import remount, small_tmpfs
+from tests.store.mounts import bind_mount, remount, small_tmpfs
 
 
 @pytest.fixture
@@ -61,6 +61,19 @@ def test_commit_whole_file_on_another_file_system_is_copied_with_the_same_bytes(
     linked = other.commit(whole_file_dump(tmp_path, ids), key_of(ids), ids)
     assert (receipt.xxh3, receipt.bytes) == (linked.xxh3, linked.bytes)
     assert store.path_of(key_of(ids)).stat().st_nlink == 1
+
+
+def test_commit_whole_file_on_another_mount_of_the_same_file_system_is_copied(tmp_path: Path, store: Store) -> None:
+    ids = ids_of(20, 1)
+    (tmp_path / "dumps").mkdir()
+    with bind_mount(tmp_path / "dumps", tmp_path / "mounted") as folder:
+        dump = whole_file_dump(folder, ids)
+        receipt = store.commit(dump, key_of(ids), ids)
+        assert dump.whole_file is not None
+        os.close(dump.whole_file[0])
+    path = store.path_of(key_of(ids))
+    assert (xxh3_of(path), path.stat().st_nlink) == (receipt.xxh3, 1)
+    assert everything(store.root) == [path]
 
 
 def test_commit_of_a_state_that_is_there_leaves_it_alone(store: Store) -> None:
