@@ -6,7 +6,7 @@ PORT   ?= 4200
 # torch is left out of the hashed lock: where a CPU build of it is at hand, pip takes that instead of gigabytes of CUDA.
 TORCH  := torch==2.13.0
 
-.PHONY: help setup setup-test demo up down test test-real lint bench bench-real bench-merge lock
+.PHONY: help setup setup-test demo up down test test-real lint bench bench-real bench-merge lock soak
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -68,6 +68,9 @@ demo-train: setup ## go on from `make demo` to an EAGLE-3 drafter trained by spe
 
 bench-handoff: setup-test ## links under 5 s for 10 GB, and conversion for SpecForge beside a plain copy (FOLDER=)
 	@$(BIN)/python -m benchmarks.handoff.bench_handoff $(or $(FOLDER),/var/tmp)
+
+soak: setup-test ## 20,000 samples under all transient faults, client and engine killed at random, 10 minutes or more
+	@$(BIN)/python -m tests.faults.soak
 
 lock: ## renew the lock files (needs uv)
 	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \

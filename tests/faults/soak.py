@@ -33,6 +33,8 @@ TRANSIENT = [
     name for name in (*CONTENT_FAULTS, *FILE_FAULTS, "silent", "server-error", "cut-prompt", "foreign") if name != "shifted-layer"
 ]
 RATE = 0.02
+LONG_SECONDS = 10.0
+"""Kills that are further apart come whenever they come; closer ones wait for a run's first receipt."""
 LIMITS = ExtractionParameters(
     in_flight=16, attempts=10, dump_timeout_seconds=0.5, request_timeout_seconds=2, stop_after_failures=200, recheck_samples=1
 )
@@ -82,7 +84,7 @@ def soak(folder: Path, *, samples: int, seconds: float, kill_every_seconds: floa
         report = run_campaign(dataset.folder, folder / "quiet", parameters, LIMITS.model_copy(update={"dump_timeout_seconds": 20}))
         assert report.failed == 0
         script.write_text(json.dumps({"seed": seed, "faults": [{"name": name, "rate": RATE} for name in TRANSIENT]}))
-        while not found.rounds or time.monotonic() - start < seconds:
+        while not (found.rounds and found.client_kills + found.engine_kills) or time.monotonic() - start < seconds:
             store = folder / f"fire{found.rounds}"
             while not _one_run(found, engine, parameters, dataset.folder, store, draw, kill_every_seconds, folder / "child.log"):
                 pass
@@ -109,6 +111,9 @@ def _one_run(
     command = [sys.executable, "-m", "tests.faults.soak", "--child", str(dataset), str(store), parameters.model_dump_json()]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])
+    receipts = _receipt_bytes(store)
+    while process.poll() is None and _receipt_bytes(store) == receipts and not every > LONG_SECONDS:
+        time.sleep(0.02)  # a short soak on a busy machine would kill nothing but clients that are just starting
     while True:
         try:
             return process.wait(timeout=draw.uniform(0.2, 1.8) * every) == 0
@@ -123,6 +128,10 @@ def _one_run(
         engine.process.stop()
         engine.process.start()
         found.engine_kills += 1
+
+
+def _receipt_bytes(store: Path) -> int:
+    return sum(path.stat().st_size for path in store.glob("receipts/*.jsonl"))
 
 
 def _compare(found: Soak, quiet: Path, store: Path) -> None:
