@@ -66,6 +66,11 @@ def run_preflight(
             canary=figures,
             notes=tuple(notes),
         )
+    except OSError as error:
+        raise PreflightRefused(
+            f"store {store_root} cannot be written to: {error.strerror}; mount it writable, with free space, or name another store",
+            reason="store-not-writable",
+        ) from error
     finally:
         store.close()
 

@@ -17,6 +17,7 @@ from drafter_data.store.store import Store
 from tests.store.making import identity_of
 from tests.store.mounts import remount, small_tmpfs
 from tests.support.datasets import random_prompts, write_dataset
+from tests.support.engines import running_engine
 
 URL = "http://127.0.0.1:9"
 
@@ -114,6 +115,20 @@ def test_plan_on_a_read_only_store_is_one_line(tmp_path: Path, capsys: pytest.Ca
         Store.open(disk / "store", identity_of()).close()
         remount(disk, "ro")
         refused(capsys, "store-not-writable", "plan", folder, "--store", disk / "store")
+
+
+@pytest.mark.parametrize("command", ["preflight", "extract"])
+def test_store_remounted_read_only_is_refused_by_the_preflight(
+    command: str, tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dataset(tmp_path / "data", random_prompts(5, 5, 9)).folder
+    with small_tmpfs(tmp_path / "disk", "size=16m") as disk, running_engine(small_model) as engine:
+        options = ("--kind", "embedded", "--url", engine.url, "--model", small_model, "--dump-folder", engine.dump_folder)
+        arguments = [str(word) for word in (folder, "--store", disk / "store", *options, "--keep-free-gb", "0")]
+        assert run(["preflight", *arguments]) == 0
+        capsys.readouterr()
+        remount(disk, "ro")
+        assert str(disk / "store") in refused(capsys, "store-not-writable", command, *arguments)
 
 
 def test_merge_onto_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
