@@ -52,9 +52,11 @@ class LayerSignatures:
 
     def add(self, key: str, states_rlh: NDArray[np.float32]) -> None:
         """Takes in a few rows of one sample."""
-        wide_rlh = states_rlh.astype(np.float64)
-        differences_rllh = wide_rlh[:, :, None] - wide_rlh[:, None]
-        square_ll = np.mean(np.square(differences_rllh), axis=(0, 3)) + np.diag(np.mean(np.square(wide_rlh), axis=(0, 2)))
+        flat_lx = states_rlh.astype(np.float64).transpose(1, 0, 2).reshape(states_rlh.shape[1], -1)
+        gram_ll = flat_lx @ flat_lx.T / flat_lx.shape[1]
+        square_l = np.diagonal(gram_ll)
+        square_ll = np.maximum(square_l[:, None] + square_l[None] - 2 * gram_ll, 0)
+        np.fill_diagonal(square_ll, square_l)
         self._keys.append(key)
         self._signatures.append(np.log(square_ll + 1e-30) / 2)
 
@@ -67,13 +69,16 @@ class LayerSignatures:
             return {}
         signatures_nll = np.stack(self._signatures)
         middle_ll = np.median(signatures_nll, axis=0)
-        found: dict[str, str] = {}
-        for key, signature_ll in zip(self._keys, signatures_nll, strict=True):
-            misfit = [float(np.sum(np.square(signature_ll[np.ix_(order, order)] - middle_ll))) for order in self._orders]
-            best = int(np.argmin(misfit))
-            if misfit[0] > _NOTICEABLE and misfit[best] < _MUCH_BETTER * misfit[0]:
-                found[key] = (
-                    f"sample {key[:12]}: its stored layers fit this store's other samples only in the order {self._orders[best]}; "
-                    "extract it again"
-                )
-        return found
+        misfit_on = np.stack([_misfit_n(signatures_nll, middle_ll, order) for order in self._orders])
+        suspicious_n = (misfit_on[0] > _NOTICEABLE) & (misfit_on.min(axis=0) < _MUCH_BETTER * misfit_on[0])
+        return {
+            self._keys[n]: f"sample {self._keys[n][:12]}: its stored layers fit this store's other samples only in the order "
+            f"{self._orders[int(misfit_on[:, n].argmin())]}; extract it again"
+            for n in np.flatnonzero(suspicious_n).tolist()
+        }
+
+
+def _misfit_n(signatures_nll: NDArray[np.float64], middle_ll: NDArray[np.float64], order: list[int]) -> NDArray[np.float64]:
+    """How far each sample's signature, its layers taken in another order, is from the middle one: squared, [N]."""
+    reordered_nll = signatures_nll[:, order][:, :, order]
+    return np.sum(np.square(reordered_nll - middle_ll), axis=(1, 2))
