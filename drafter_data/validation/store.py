@@ -21,7 +21,7 @@ from data_contracts.plan import PLAN_FILE
 from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding, LayerStatistics, ValidationReport
 from drafter_data.dataset import Dataset
-from drafter_data.files import TEMPORARY_PREFIX
+from drafter_data.files import TEMPORARY_PREFIX, read_ahead
 from drafter_data.planning import load_plan, plan_folder
 from drafter_data.store.store import Store, is_state_name
 from drafter_data.validation.reference import SAMPLES, Reference
@@ -141,8 +141,10 @@ def _checked(store: Store, wanted: Iterable[Receipt], workers: int, reference: R
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
         open_checks: set[Future[CheckedState]] = set()
         for receipt in wanted:
-            open_checks.add(pool.submit(check_state_file, store.path_of(receipt.state_key), receipt, store.identity, reference))
-            if len(open_checks) >= 8 * workers:
+            path = store.path_of(receipt.state_key)
+            read_ahead(path)
+            open_checks.add(pool.submit(check_state_file, path, receipt, store.identity, reference))
+            if len(open_checks) >= 4 * workers:
                 done, open_checks = wait(open_checks, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
         yield from (future.result() for future in open_checks)
