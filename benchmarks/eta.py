@@ -7,8 +7,8 @@ the middle; 1, 4, 16 or 32 in flight; half with a history of another data set on
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -28,8 +28,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=14, help="campaigns of each lengths and event")
     parser.add_argument("--samples", type=int, default=5000, help="samples a campaign")
     options = parser.parse_args()
-    started = time.process_time()
-    ran = [(campaign, run(campaign)) for campaign in all_campaigns(options.repeats, options.samples)]
+    campaigns = all_campaigns(options.repeats, options.samples)
+    with ProcessPoolExecutor() as pool:
+        ran = list(zip(campaigns, pool.map(run, campaigns), strict=True))
     rows = [_row(ran, shape, event) for event in EVENTS for shape in SHAPES]
     rows += [_row(ran, "all", event) for event in (*EVENTS, "all")]
     steady = settled(ran, "all", "steady")
@@ -54,8 +55,6 @@ def main() -> None:
                 "points: forecasts at each twentieth of the tokens; those before a drift or restart, and within 10 % of the tokens "
                 "after it, cannot be right and are left out on both sides",
                 "`before the first chunk` is the median of steady campaigns; an extrapolation has nothing to say there",
-                f"{time.process_time() - started:.0f} s of CPU for the campaigns and their "
-                f"{sum(len(points) for _, points in ran):,} forecasts",
             ],
         )
     )

@@ -20,9 +20,9 @@ AGE_WINDOWS = 512
 FEWEST_RECENT = 8
 CHANGE, SMALLEST_CHANGE, CHANGE_ROUNDS = 16.0, 0.03, 3
 """A change of speed is believed when it explains this many squared noises, and is no smaller than this share."""
-MODEL_SHARE = 0.018
-"""What the law itself misses, as a share: set so that the 90 % interval covers about nine in ten of the campaigns of
-`benchmarks.eta`."""
+MODEL_SHARE, OTHER_LENGTHS_SHARE = 0.018, 0.04
+"""What the law itself misses, as a share, and how much more when lengths change by a factor of e: set so that the 90 % interval
+covers about nine in ten of the campaigns of `benchmarks.eta`."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,16 @@ class Fitted:
     coefficients_3: Floats
     covariance_33: Floats
     noise: float
-    recent_windows: int
+    recent_tokens: float
 
     def seconds_and_error(self, work_3: Floats) -> tuple[float, float]:
-        """Seconds of some work, and the standard error of that."""
+        """Seconds of some work, and the standard error of that: of the fit, of the noise, and of the law itself, which is less sure
+        for other lengths than those of late (`recent_tokens` a request)."""
         seconds = float(work_3 @ self.coefficients_3)
         of_fit = float(work_3 @ self.covariance_33 @ work_3)
-        return seconds, float(np.sqrt(of_fit + self.noise**2 * seconds + (MODEL_SHARE * seconds) ** 2))
+        mean_tokens = work_3[1] / max(work_3[0], 1.0)
+        share = MODEL_SHARE + OTHER_LENGTHS_SHARE * abs(float(np.log(max(mean_tokens, 1.0) / max(self.recent_tokens, 1.0))))
+        return seconds, float(np.sqrt(of_fit + self.noise**2 * seconds + (share * seconds) ** 2))
 
 
 def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
@@ -57,7 +60,13 @@ def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
     expected_w = np.maximum(x_w3 @ coefficients_3, 1e-12)
     noise = _noise(expected_w, seconds_w, since_w)
     covariance_33 = _covariance(x_w3, expected_w, usable_w * robust_w, since_w, coefficients_3, noise)
-    return Fitted(coefficients_3, covariance_33, noise, recent)
+    return Fitted(coefficients_3, covariance_33, noise, _lately(x_w3))
+
+
+def _lately(x_w3: Floats) -> float:
+    """Mean tokens a request of the latest windows."""
+    latest_w3 = x_w3[-max(FEWEST_RECENT, len(x_w3) // 4) :]
+    return float(latest_w3[:, 1].sum() / latest_w3[:, 0].sum())
 
 
 def non_negative_least_squares(x_wk: Floats, y_w: Floats) -> Floats:
