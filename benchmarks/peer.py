@@ -98,7 +98,7 @@ def _theirs(program: Path, running: Running, work: Path, repeat: int, samples: i
 def _ours(running: Running, dataset: Path, store: Path) -> tuple[float, float]:
     command = [sys.executable, "-m", "drafter_data", "extract", str(dataset), "--store", str(store), "--url", running.url]
     command += ["--kind", "vllm", "--model", str(running.configuration.model), "--dump-folder", str(running.dump_folder)]
-    command += ["--layers", ",".join(map(str, running.configuration.layers or ())), "--in-flight", str(IN_FLIGHT), "--json"]
+    command += ["--layers", *map(str, running.configuration.layers or ()), "--in-flight", str(IN_FLIGHT), "--json"]
     return _timed(command, {})
 
 
