@@ -7,6 +7,7 @@ would hardly show.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafter_data.tokenising.builtin import BuiltinTokenizer
+
 VOCABULARY = 1024
 LIMIT = 4096
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
@@ -32,9 +35,12 @@ _DENSE: dict[str, Any] = {
 
 
 def make_llama(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """8 layers, hidden 128."""
+    """8 layers, hidden 128, with the built-in tokenizer beside it: vLLM does not start without one."""
     torch.manual_seed(0)
-    return _save(LlamaForCausalLM(LlamaConfig(**_DENSE)), folder, dtype)
+    _save(LlamaForCausalLM(LlamaConfig(**_DENSE)), folder, dtype)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BuiltinTokenizer().folder / name, folder / name)
+    return folder
 
 
 def make_qwen3(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
