@@ -138,6 +138,7 @@ def main() -> None:
                 source = work / f"{kind}.jsonl"
                 write(source, int(size * 1e6))
                 results.append(compare(kind, source, work, options.rounds))
+                print(json.dumps(results[-1]), file=sys.stderr)  # a long run shows each result when it has it
                 source.unlink()
     print(json.dumps({"benchmark": "merge", "processes": PROCESSES, "load": os.getloadavg()[0], "results": results}))
     table = Table("input", "side", "wall s", "CPU s", "peak RSS MiB", "rows", "times faster")
