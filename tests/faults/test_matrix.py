@@ -87,4 +87,13 @@ def render(columns: list[dict[str, str]]) -> str:
         "|---|---|" + "---|" * len(SETTINGS),
     ]
     lines += [f"| {row.name} | {row.what} | " + " | ".join(outcomes[row.name] for outcomes in columns) + " |" for row in ROWS]
+    lines += [
+        "",
+        "With the same four settings `tests/faults/test_resources.py` fills the dump folder (*failed: dump-folder-full*) and the",
+        "store (*stopped: store-full*), and makes the store read-only (*stopped: store-read-only*); each goes on afterwards.",
+        "",
+        "What content cannot show: one request whose aux layers are its neighbours' (`shifted-layer`) is only seen when that",
+        "very sample is extracted again, which happens to `recheck_samples` of each chunk; the row above extracts all twice.",
+        "From the start it is refused where a reference is at hand, which is for Llama models of up to 2 GiB.",
+    ]
     return "\n".join(lines) + "\n"

@@ -34,20 +34,20 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: Path, *flags: str) -> Generator[RunningEngine]:
-    """Starts an embedded engine with a dump folder of its own on the RAM disk, and ends both."""
+def running_engine(model: Path, *flags: str, dump_folder: Path | None = None) -> Generator[RunningEngine]:
+    """Starts an embedded engine with a dump folder of its own on the RAM disk, or with a given one, and ends both."""
     ram = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="dd-test-", dir=ram))
     port = free_port()
     log = folder.with_suffix(".requests.jsonl")
-    command = embedded_command(model=model, dump_folder=folder, port=port, flags=["--request-log", str(log), *flags])
+    command = embedded_command(model=model, dump_folder=dump_folder or folder, port=port, flags=["--request-log", str(log), *flags])
     url = f"http://127.0.0.1:{port}"
     engine_log = folder.with_suffix(".log")
     try:
         with EngineProcess(
             command, env=SINGLE_THREADED, log=engine_log, ready_url=f"{url}/ready", ready_timeout_seconds=60
         ) as process:
-            yield RunningEngine(url, model, folder, log, process)
+            yield RunningEngine(url, model, dump_folder or folder, log, process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         log.unlink(missing_ok=True)
