@@ -46,7 +46,9 @@ def train_both(demo: Path, out: Path, python: Path, console: Console) -> Table:
         losses = [point.loss for point in points]
         few = max(1, min(10, len(losses) // 4))
         first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
-        table.add_row(name, f"{first:.4g}", f"{last:.4g}", f"{checkpoint.metrics['held_out_agreement']:.1%}", checkpoint.folder)
+        agreement = checkpoint.metrics.get("held_out_agreement")
+        told = "not its best epoch" if agreement is None else f"{agreement:.1%}"
+        table.add_row(name, f"{first:.4g}", f"{last:.4g}", told, checkpoint.folder)
     return table
 
 
