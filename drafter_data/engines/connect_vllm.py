@@ -53,11 +53,7 @@ def connect_vllm(settings: EngineParameters, *, request_timeout_seconds: float) 
             reason="dump-folder-missing",
         )
     folder = DumpFolder.open(Path(settings.dump_folder))
-    try:
-        return _probed(client, served, checkpoint, layers, folder)
-    except BaseException:
-        folder.close()
-        raise
+    return _probed(client, served, checkpoint, layers, folder)
 
 
 def _probed(
@@ -76,8 +72,12 @@ def _probed(
         final_norm="pre",
         dtype="F32",
     )
-    draft = VllmEngine(client, _info(client, served, checkpoint, identity), folder)
     try:
+        draft = VllmEngine(client, _info(client, served, checkpoint, identity), folder)
+    except BaseException:
+        folder.close()
+        raise
+    try:  # from here on the engine closes the folder
         dtype = _written_dtype(draft, layers, checkpoint)
     except BaseException:
         draft.close()
