@@ -26,6 +26,7 @@ from drafter_data.planning import load_plan, plan_folder
 from drafter_data.store.store import Store, is_state_name
 from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.rows import check_row
+from drafter_data.validation.signature import Signature
 from drafter_data.validation.state_file import CheckedState, check_size, check_state_file, read_signature
 
 
@@ -132,8 +133,13 @@ def _wanted_receipts(store: Store, dataset: Dataset | None, tally: _Tally) -> It
 def learn_reference(store: Store, samples: int = SAMPLES) -> Reference | None:
     """Learns from states that are picked by their keys, which are hashes; None where the store holds too few to tell."""
     picked = heapq.nsmallest(samples, (receipt.state_key for receipt in store.receipts()))
-    signatures = (read_signature(store.path_of(key), store.identity) for key in picked)
-    return Reference.learn(store.identity.layers, [signature for signature in signatures if signature is not None])
+    signatures: list[tuple[Signature, NDArray[np.int64]]] = []
+    for key in picked:
+        read_ahead(store.path_of(key))  # in one go: rows here and there would be many small reads
+        signature = read_signature(store.path_of(key), store.identity)
+        if signature is not None:
+            signatures.append(signature)
+    return Reference.learn(store.identity.layers, signatures)
 
 
 def _checked(store: Store, wanted: Iterable[Receipt], workers: int, reference: Reference | None = None) -> Iterator[CheckedState]:
