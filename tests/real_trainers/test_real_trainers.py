@@ -38,7 +38,7 @@ def loads(python: Path, script: str, *arguments: str) -> None:
 
 def test_speculators_trains_and_its_loss_falls_by_a_third(pipeline: Pipeline, trainer_python: Path, tmp_path: Path) -> None:
     options = {"device": "cpu", "python": str(trainer_python), "epochs": "10", "checkpoint_freq": "10", "lr": "5e-3"}
-    options |= {"mask_token_id": "0", "total_seq_len": "2048", "draft_vocab_size": "512"}
+    options |= {"mask_token_id": "0", "total_seq_len": "512", "draft_vocab_size": "512"}
     manifest, checkpoint, losses = train(pipeline, tmp_path / "out", "speculators", options)
     first, last = float(np.mean(losses[:3])), float(np.mean(losses[-3:]))
     print(
@@ -57,7 +57,7 @@ def test_speculators_trains_and_its_loss_falls_by_a_third(pipeline: Pipeline, tr
 
 def test_specforge_trains_and_its_loss_falls(pipeline: Pipeline, trainer_python: Path, tmp_path: Path) -> None:
     options = {"device": "cpu", "python": str(trainer_python), "draft_vocab_size": "512", "training.max_steps": "60"}
-    options |= {"training.num_epochs": "4", "training.batch_size": "2", "training.learning_rate": "0.003"}
+    options |= {"training.num_epochs": "1", "training.batch_size": "2", "training.learning_rate": "0.003"}
     options |= {"training.ttt_length": "3", "training.warmup_ratio": "0.0"}
     _, checkpoint, losses = train(pipeline, tmp_path / "out", "specforge", options)
     first, last = float(np.mean(losses[:10])), float(np.mean(losses[-10:]))
@@ -71,7 +71,7 @@ def test_specforge_trains_and_its_loss_falls(pipeline: Pipeline, trainer_python:
 def test_speculators_on_a_state_with_nan_fails_whatever_it_exits_with(
     pipeline: Pipeline, trainer_python: Path, tmp_path: Path
 ) -> None:
-    options = {"device": "cpu", "python": str(trainer_python), "epochs": "1", "mask_token_id": "0", "total_seq_len": "2048"}
+    options = {"device": "cpu", "python": str(trainer_python), "epochs": "1", "mask_token_id": "0", "total_seq_len": "512"}
     trainer, out = trainer_named("speculators"), tmp_path / "out"
     manifest = hand_off(
         trainer, Dataset.open(pipeline.dataset), Store.open(pipeline.store), out, model=pipeline.model, options=options
