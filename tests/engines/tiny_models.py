@@ -63,7 +63,7 @@ def make_deepseek(folder: Path, *, kimi: bool = False) -> Path:
         num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=16, num_experts_per_tok=4,
         n_group=1 if kimi else 4, topk_group=1 if kimi else 2, routed_scaling_factor=2.827 if kimi else 2.5, norm_topk_prob=True,
         first_k_dense_replace=1, kv_lora_rank=64, q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
-        max_position_embeddings=2048, rms_norm_eps=1e-5 if kimi else 1e-6, initializer_range=0.1,
+        max_position_embeddings=2048, rms_norm_eps=1e-6, initializer_range=0.1,
         rope_parameters={"rope_theta": 50000.0, **yarn}, **_SPECIAL,
     )  # fmt: skip
     model = DeepseekV3ForCausalLM(config)
