@@ -41,7 +41,6 @@ class Door:
     def __init__(self, engine_url: str) -> None:
         self.asked: list[str] = []
         self.refuses: Callable[[str], bool] = lambda key: False
-        self.after: tuple[int, Callable[[], None]] | None = None
         self.open = threading.Event()
         self.open.set()
         self._lock = threading.Lock()
@@ -87,9 +86,6 @@ class Door:
         """Called for each prompt, from many threads."""
         with self._lock:
             self.asked.append(key)
-            if self.after is not None and len(self.asked) >= self.after[0]:
-                action, self.after = self.after[1], None
-                action()
         self.open.wait(60)
         return self.refuses(key)
 
