@@ -5,14 +5,6 @@ from __future__ import annotations
 from data_contracts.record import Record
 
 
-class CostSample(Record):
-    """One observation of an engine: a request of `tokens` took `seconds` with `in_flight` requests open."""
-
-    tokens: int
-    seconds: float
-    in_flight: int = 1
-
-
 class CostFit(Record):
     """seconds(tokens) = fixed + linear * tokens + quadratic * tokens^2, all non-negative, plus its relative residual spread."""
 

@@ -42,6 +42,13 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Opens a folder with config.json and safetensors weights. Raises InputError when one is missing or malformed."""
+        checkpoint = cls.of_config(folder)
+        checkpoint.weight_files()
+        return checkpoint
+
+    @classmethod
+    def of_config(cls, folder: Path) -> Checkpoint:
+        """A checkpoint of which only config.json need be there. Raises InputError when it is missing or malformed."""
         config_path = folder / "config.json"
         try:
             config = json.loads(config_path.read_bytes())
@@ -58,7 +65,6 @@ class Checkpoint:
         if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
             raise InputError(f"{config_path}: expected a JSON object; restore the checkpoint", reason="model-config-invalid")
         checkpoint = cls(folder, cast("dict[str, Any]", config))
-        checkpoint.weight_files()
         _ = checkpoint.num_layers, checkpoint.hidden_size  # refused here, not where the first reader needs them
         return checkpoint
 

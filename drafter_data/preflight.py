@@ -81,8 +81,7 @@ def _lengths(dataset: Dataset, info: EngineInfo) -> np.ndarray[tuple[int, ...], 
     if not len(lengths):
         raise PreflightRefused(
             f"every row of {dataset.folder} is longer than the engine's limit of {info.max_prompt_tokens} tokens: raise the "
-            "engine's "
-            "context length (--context-length)",
+            "engine's context length (--context-length)",
             reason="limit-too-short",
         )
     return lengths
@@ -158,8 +157,7 @@ def _notes(
     if info.in_flight_limit == 1:
         notes.append(
             "unlabelled dumps: one request in flight only; start the engine with --prefill-max-requests 1 and no chunking "
-            "below the "
-            "longest prompt, and let the run read lm_head, to allow more"
+            "below the longest prompt, and let the run read lm_head, to allow more"
         )
     if len(lengths) < dataset.record.rows:
         notes.append(

@@ -105,8 +105,7 @@ class UnlabelledClaims:
             if larger and time.monotonic() - start > MIXED_PASS_SECONDS:
                 raise PassMixed(
                     f"request {request.request_id}: no dump of {request.tokens} tokens, but {larger} has more: its pass "
-                    "mixed other "
-                    "requests in; start the engine with --prefill-max-requests 1"
+                    "mixed other requests in; start the engine with --prefill-max-requests 1"
                 )
             if time.monotonic() >= deadline:
                 raise refused or self._missing(request, reply)

@@ -95,8 +95,7 @@ def _identity(
     if settings.layers and layers != tuple(settings.layers):
         raise PreflightRefused(
             f"the engine captures layers {layers}, the run asks for {tuple(settings.layers)} (Hugging Face indices): start "
-            "the engine "
-            "with the command that `drafter-data engine sglang --print` shows, or ask for its layers",
+            "the engine with the command that `drafter-data engine sglang --print` shows, or ask for its layers",
             reason="layers-differ",
         )
     if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] != checkpoint.num_layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -62,27 +61,6 @@ class LaunchCommand:
             else:
                 line += f" {word}"
         return " \\\n  ".join([*lines, line])
-
-
-def configuration_of(folder: Path) -> Checkpoint:
-    """A checkpoint of which only config.json need be there. Raises InputError when it is missing or malformed."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise InputError(
-            f"no model at {folder}: expected config.json in it, found none; name a Hugging Face checkpoint folder",
-            reason="model-missing",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; restore the checkpoint", reason="model-config-invalid") from error
-    checkpoint = Checkpoint(folder, config)
-    if not {"num_hidden_layers", "hidden_size"} <= checkpoint.text_config.keys():
-        raise InputError(
-            f"{path}: expected num_hidden_layers and hidden_size (or in text_config), found {sorted(checkpoint.text_config)[:9]}",
-            reason="model-config-invalid",
-        )
-    return checkpoint
 
 
 def checked_layers(checkpoint: Checkpoint, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from data_contracts.identity import FinalNorm
 from drafter_data import capture
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.engines.hook_config import CaptureVia, HookConfig, capture_hooks
-from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, configuration_of, option
+from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, option
 
 PYTHON_VARIABLE = "DRAFTER_DATA_SGLANG_PYTHON"
 CAPTURE_FOLDER = Path(next(iter(capture.__path__)))
@@ -49,7 +49,7 @@ def sglang_command(
     `flags` are added at the end (`--tp-size 8` and so on). Reads the model's configuration only, so it works before the weights are
     there. Raises InputError for layers that the model has not.
     """
-    checkpoint = configuration_of(model)
+    checkpoint = Checkpoint.of_config(model)
     wanted = checked_layers(checkpoint, layers)
     chosen = via or _way_for(checkpoint, wanted)
     hook = HookConfig(absolute(dump_folder), wanted, final_norm, chosen)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, configuration_of, option
+from drafter_data.checkpoints import Checkpoint
+from drafter_data.engines.launch import LaunchCommand, absolute, bytes_per_token, checked_layers, option
 
 PROGRAM_VARIABLE = "DRAFTER_DATA_VLLM"
 CONNECTOR = "ExampleHiddenStatesConnector"
@@ -36,7 +37,7 @@ def vllm_command(
     Set `--max-model-len` to the longest prompt + 1: vLLM refuses a prompt that leaves no room for one token. `connector_module`
     names a module with another connector class. Reads only the configuration. Raises InputError for layers that the model has not.
     """
-    checkpoint = configuration_of(model)
+    checkpoint = Checkpoint.of_config(model)
     wanted = checked_layers(checkpoint, layers)
     speculative = {
         "method": "extract_hidden_states",

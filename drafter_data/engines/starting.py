@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data_contracts.parameters import EngineParameters
+from drafter_data.checkpoints import Checkpoint
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.launch import SINGLE_THREADED, embedded_command, free_port
-from drafter_data.engines.launch import bytes_per_token, checked_layers, configuration_of
+from drafter_data.engines.launch import bytes_per_token, checked_layers
 from drafter_data.engines.launch_sglang import sglang_command
 from drafter_data.engines.launch_vllm import vllm_command
 from drafter_data.engines.process import EngineProcess
@@ -43,7 +44,7 @@ def state_bytes_per_token(settings: EngineParameters, model: Path | None) -> int
     """Bytes of a stored token (states and id) as far as the model's configuration tells; 0 where no model is known yet."""
     if model is None:
         return 0
-    checkpoint = configuration_of(model)
+    checkpoint = Checkpoint.of_config(model)
     return bytes_per_token(checkpoint, checked_layers(checkpoint, settings.layers), None) + 8
 
 

@@ -19,7 +19,6 @@ from drafter_data.dataset import Dataset, Sample
 from drafter_data.files import atomic_path, write_atomic
 
 DATA_FILE = "data-00000-of-00001.arrow"
-ARROW_FILES = (DATA_FILE, "dataset_info.json", "state.json")
 _BATCH_ROWS = 1000
 _BATCH_TOKENS = 1 << 22
 
