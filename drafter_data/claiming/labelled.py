@@ -232,9 +232,23 @@ class LabelledClaims:
         of_run = {name: run for name in names if (run := self._run_of(name) or _run_of_lock(name)) not in (None, self._run)}
         dead = {run for run in set(of_run.values()) if run and self._folder.remove_dead_lock(_run_lock(run))}
         left = [name for name, run in of_run.items() if run in dead and _run_of_lock(name) is None]
+        left += [name for name in names if name not in of_run and self._is_taken(name)]
         for name in left:
             self._folder.remove(name)
         return len(left)
+
+    def _is_taken(self, name: str) -> bool:
+        """A dump that a store has linked in already (so its label is gone), and that a kill kept from leaving the folder."""
+        if not name.startswith(FILE_PREFIX):
+            return False
+        try:
+            descriptor = self._folder.open_file(name)
+        except (DumpRejected, FileNotFoundError):
+            return False
+        try:
+            return os.fstat(descriptor).st_nlink > 1
+        finally:
+            os.close(descriptor)
 
     def _run_of(self, name: str) -> str | None:
         """The run that a dump's own label names."""
