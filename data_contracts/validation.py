@@ -16,13 +16,27 @@ class Finding(Record):
     remedy: str
 
 
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+"""The shares that `LayerStatistics` gives quantiles of; the first and last are the smallest and the largest value."""
+RUN_PARTS = 20
+
+
 class LayerStatistics(Record):
-    """Spread of one layer's root-mean-square norm over the checked samples."""
+    """Spread of one layer's size over the checked samples that have no finding.
+
+    `rms_...` is the layer's root mean square; `ratio_...` is that divided by the geometric mean of all stored layers' in the same
+    sample, which hardly varies between samples: what lies far out is another layer, or one on the other side of a norm. Quantiles
+    are those of `QUANTILES`. `ratio_over_run` is the median ratio in each of up to `RUN_PARTS` equal parts of the samples in the
+    order of their commits: a step in it is an engine that changed on the way.
+    """
 
     layer: str
     rms_p01: float
     rms_p50: float
     rms_p99: float
+    rms_quantiles: tuple[float, ...] = ()
+    ratio_quantiles: tuple[float, ...] = ()
+    ratio_over_run: tuple[float, ...] = ()
 
 
 class ValidationReport(Record):

@@ -31,11 +31,12 @@ TENSORS = {"token_ids", "hidden_states"}
 
 @dataclass(frozen=True)
 class CheckedState:
-    """What came of one file: a finding, or None and the root mean square of each stored layer (float64 [L])."""
+    """What came of one file: a finding, or None, the root mean square of each stored layer (float64 [L]) and when it was stored."""
 
     state_key: str
     finding: Finding | None
     rms_l: NDArray[np.float64] | None = None
+    committed_at: float = 0.0
 
 
 def check_size(path: Path, receipt: Receipt) -> Finding | None:
@@ -83,7 +84,7 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
         verdict = reference.judge(signature, states_slh, dtype, ids_s) if reference is not None else None
         if verdict is not None:
             return finding(verdict.reason, verdict.expected, verdict.found)
-        return CheckedState(receipt.state_key, None, signature.rms_l)
+        return CheckedState(receipt.state_key, None, signature.rms_l, receipt.committed_at)
 
 
 def read_signature(path: Path, identity: StoreIdentity) -> tuple[Signature, NDArray[np.int64]] | None:

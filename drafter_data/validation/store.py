@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from data_contracts.plan import PLAN_FILE
 from data_contracts.receipt import Receipt
-from data_contracts.validation import Finding, LayerStatistics, ValidationReport
+from data_contracts.validation import Finding, ValidationReport
 from drafter_data.dataset import Dataset
 from drafter_data.files import TEMPORARY_PREFIX, read_ahead
 from drafter_data.planning import load_plan, plan_folder
 from drafter_data.store.store import Store, is_state_name
+from drafter_data.validation.layer_sizes import layer_statistics
 from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.rows import check_row
 from drafter_data.validation.signature import Signature
@@ -40,14 +41,14 @@ class _Tally:
     errors: int = 0
     states: int = 0
     bytes: int = 0
-    rms: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
+    rms: list[tuple[float, NDArray[np.float64]]] = field(default_factory=list[tuple[float, NDArray[np.float64]]])
 
     def take(self, checked: CheckedState) -> None:
         if checked.finding is not None:
             self.findings.append(checked.finding)
             self.errors += self.rows_of[checked.state_key]
         if checked.rms_l is not None:
-            self.rms.append(checked.rms_l)
+            self.rms.append((checked.committed_at, checked.rms_l))
 
 
 def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
@@ -74,7 +75,7 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
         bytes=tally.bytes,
         seconds=time.monotonic() - started,
         findings=tuple(tally.findings),
-        layers=_layer_statistics(store, tally.rms),
+        layers=layer_statistics(store.identity.layers, tally.rms),
     )
 
 
@@ -160,13 +161,3 @@ def _count_orphans(store: Store) -> int:
     """State files under a final name that no receipt names."""
     files = (path for path in store.root.glob("states/*/*") if not path.name.startswith(TEMPORARY_PREFIX))
     return sum(1 for path in files if not is_state_name(path.name) or path.stem not in store)
-
-
-def _layer_statistics(store: Store, rms: list[NDArray[np.float64]]) -> tuple[LayerStatistics, ...]:
-    if not rms:
-        return ()
-    quantiles_ql = np.quantile(np.stack(rms), [0.01, 0.5, 0.99], axis=0)
-    return tuple(
-        LayerStatistics(layer=str(layer), rms_p01=float(q[0]), rms_p50=float(q[1]), rms_p99=float(q[2]))
-        for layer, q in zip(store.identity.layers, quantiles_ql.T, strict=True)
-    )

@@ -13,6 +13,7 @@ import pytest
 
 from data_contracts.identity import StateDtype
 from data_contracts.receipt import Receipt
+from data_contracts.validation import QUANTILES
 from drafter_data.costs import CostModel
 from drafter_data.dataset import Dataset
 from drafter_data.planning import make_plan
@@ -57,6 +58,11 @@ def test_validation_layer_statistics_agree_with_a_direct_computation(tmp_path: P
         rms.append(np.sqrt((states**2).mean(axis=(0, 2))))
     report = validate_store(store, dataset)
     assert [layer.rms_p50 for layer in report.layers] == pytest.approx(np.median(rms, axis=0))
+    ratios = np.array(rms) / np.prod(rms, axis=1, keepdims=True) ** 0.25
+    for place, layer in enumerate(report.layers):
+        assert layer.rms_quantiles == pytest.approx(np.quantile(rms, QUANTILES, axis=0)[:, place])
+        assert layer.ratio_quantiles == pytest.approx(np.quantile(ratios, QUANTILES, axis=0)[:, place])
+        assert layer.ratio_over_run == pytest.approx(ratios[:, place])  # nine samples in the order of their commits
 
 
 def test_validation_rows_with_one_state_count_each(tmp_path: Path) -> None:
