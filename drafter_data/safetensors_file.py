@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from drafter_data.errors import DrafterDataError
 
@@ -53,7 +53,7 @@ class TensorFile:
         self.name = name
         self._buffer = buffer
         self.header_bytes, self.header_json = _read_header(buffer, name, max_header_bytes)
-        self.tensors, self.metadata = _parse_header(self.header_json, len(buffer) - self.header_bytes, name)
+        self.tensors, self.metadata = parse_header(self.header_json, len(buffer) - self.header_bytes, name)
 
     @classmethod
     def open(cls, path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> TensorFile:
@@ -100,7 +100,8 @@ def _read_header(buffer: mmap.mmap, name: str, max_header_bytes: int) -> tuple[i
     return 8 + length, buffer[8 : 8 + length]
 
 
-def _parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Tensors and metadata of a header whose tensors must fill `data_bytes` without a gap. Raises MalformedFile."""
     try:
         header: dict[str, Any] = json.loads(header_json)
         metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
@@ -156,6 +157,7 @@ def decode_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
 
 
-def as_float32(states: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+def as_float32(states: ArrayLike, dtype: str) -> NDArray[np.float32]:
     """States in storage form as float32."""
-    return decode_bf16(states) if dtype == "BF16" else states.astype(np.float32)
+    stored: NDArray[Any] = np.asarray(states)
+    return decode_bf16(stored) if dtype == "BF16" else stored.astype(np.float32)

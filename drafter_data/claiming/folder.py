@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from drafter_data.errors import DumpRejected, LeaseHeld, PreflightRefused
-from drafter_data.safetensors_file import MalformedFile
 
 MAX_HEADER_BYTES = 1 << 16
 LOCK_NAME = ".drafter-data.lock"
@@ -180,13 +179,6 @@ def plain_name(name: str) -> str:
             f"{name[:80]!r} is no plain file name; nothing outside the dump folder is touched", reason="hostile-name"
         )
     return name
-
-
-def check_size(descriptor: int, name: str, most_bytes: int) -> None:
-    """Raises MalformedFile for a file that is larger than its tensors can be: it is not even mapped."""
-    size = os.fstat(descriptor).st_size
-    if size > most_bytes + MAX_HEADER_BYTES:
-        raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
 
 
 def open_regular(name: str, folder_descriptor: int, *, writable: bool = False) -> int:

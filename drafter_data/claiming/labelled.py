@@ -17,13 +17,13 @@ import numpy as np
 
 from data_contracts.dump import ACKNOWLEDGEMENT, FILE_PREFIX, RID_PREFIX, TEMPORARY_PREFIX, name_of, rid_prefix_of
 from data_contracts.identity import StoreIdentity
-from drafter_data.claiming.folder import DumpFolder, check_size
+from drafter_data.claiming.folder import MAX_HEADER_BYTES, DumpFolder
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpMissing, DumpRejected, SampleError
-from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.foreign_file import ForeignFile
+from drafter_data.safetensors_file import MalformedFile, as_float32
 
-MAX_HEADER_BYTES = 1 << 16
 SETTLE_SECONDS = 5.0
 _FINAL = frozenset({"hostile-entry", "hostile-name", "proof-failed"})
 """Reasons that waiting cannot cure."""
@@ -35,14 +35,9 @@ class _Piece:
     """An open piece of a prompt: rows start..end."""
 
     name: str
-    descriptor: int
-    file: TensorFile
+    file: ForeignFile
     start: int
     end: int
-
-    def close(self) -> None:
-        self.file.close()
-        os.close(self.descriptor)
 
 
 class LabelledClaims:
@@ -145,7 +140,7 @@ class LabelledClaims:
                 pieces.append(self._open(name_of(request.request_id, start, end), start, end))
         except BaseException:
             for piece in pieces:
-                piece.close()
+                piece.file.close()
             raise
         return pieces
 
@@ -157,21 +152,20 @@ class LabelledClaims:
     def _open(self, name: str, start: int, end: int) -> _Piece:
         descriptor = self._folder.open_file(name, writable=True)
         try:
-            check_size(descriptor, name, (end - start) * (8 + len(self._identity.layers) * self._identity.hidden_size * 4))
-            return _Piece(name, descriptor, TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES), start, end)
+            most_bytes = (end - start) * (8 + len(self._identity.layers) * self._identity.hidden_size * 4)
+            return _Piece(name, ForeignFile(descriptor, name, MAX_HEADER_BYTES, most_bytes), start, end)
         except MalformedFile as error:
-            os.close(descriptor)
             raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
 
     def _claimed(self, request: PrefillRequest, pieces: list[_Piece]) -> ClaimedDump:
         def close() -> None:
             for piece in pieces:
-                piece.close()
+                piece.file.close()
 
         try:
             for piece in pieces:
                 self._check_label(request, piece)
-            states = [piece.file.array("hidden_states") for piece in pieces]
+            states = [piece.file.rows("hidden_states") for piece in pieces]
             ids = [piece.file.array("token_ids") for piece in pieces]
         except MalformedFile as error:
             close()
@@ -183,14 +177,15 @@ class LabelledClaims:
         whole = len(pieces) == 1 and first.file.tensors["token_ids"].start == 0
         return ClaimedDump(
             request_id=request.request_id,
-            states_slh=states[0] if len(pieces) == 1 else np.concatenate(states),
+            states_slh=states[0] if len(pieces) == 1 else np.concatenate([piece_slh[:] for piece_slh in states]),
             dtype=first.file.tensors["hidden_states"].dtype,  # pyright: ignore[reportArgumentType]  # commit compares it
             token_ids_s=ids[0] if len(pieces) == 1 else np.concatenate(ids),
             proof="label",
             proof_error=None,
             entries=tuple(piece.name for piece in pieces),
-            whole_file=(first.descriptor, first.name, first.file.header_bytes) if whole else None,
+            whole_file=(first.file.descriptor, first.name, first.file.header_bytes) if whole else None,
             close=close,
+            leave=lambda: self._folder.remove(first.name),
         )
 
     def _check_label(self, request: PrefillRequest, piece: _Piece) -> None:
@@ -214,10 +209,9 @@ class LabelledClaims:
             raise DumpRejected(f"dump {piece.name}: {len(ids)} rows, its name says {piece.start}..{piece.end}", reason="row-count")
         if not np.array_equal(ids, request.token_ids_s[piece.start : piece.end]):
             raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
-        if file.array("hidden_states").ndim != 3 or len(file.array("hidden_states")) != len(ids):
-            raise DumpRejected(
-                f"dump {piece.name}: expected {len(ids)} rows, found shape {file.array('hidden_states').shape}", reason="row-count"
-            )
+        shape = file.rows("hidden_states").shape
+        if len(shape) != 3 or shape[0] != len(ids):
+            raise DumpRejected(f"dump {piece.name}: expected {len(ids)} rows, found shape {shape}", reason="row-count")
 
     def abandon(self, request: PrefillRequest) -> None:
         """Removes what a failed request left."""
@@ -232,23 +226,9 @@ class LabelledClaims:
         of_run = {name: run for name in names if (run := self._run_of(name) or _run_of_lock(name)) not in (None, self._run)}
         dead = {run for run in set(of_run.values()) if run and self._folder.remove_dead_lock(_run_lock(run))}
         left = [name for name, run in of_run.items() if run in dead and _run_of_lock(name) is None]
-        left += [name for name in names if name not in of_run and self._is_taken(name)]
         for name in left:
             self._folder.remove(name)
         return len(left)
-
-    def _is_taken(self, name: str) -> bool:
-        """A dump that a store has linked in already (so its label is gone), and that a kill kept from leaving the folder."""
-        if not name.startswith(FILE_PREFIX):
-            return False
-        try:
-            descriptor = self._folder.open_file(name)
-        except (DumpRejected, FileNotFoundError):
-            return False
-        try:
-            return os.fstat(descriptor).st_nlink > 1
-        finally:
-            os.close(descriptor)
 
     def _run_of(self, name: str) -> str | None:
         """The run that a dump's own label names."""
@@ -259,12 +239,10 @@ class LabelledClaims:
         except (DumpRejected, FileNotFoundError):
             return None
         try:
-            with TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES) as file:
+            with ForeignFile(descriptor, name, MAX_HEADER_BYTES) as file:
                 return run_of(file.metadata.get("rid", ""))
-        except (MalformedFile, OSError):  # also one too large to be mapped
+        except (MalformedFile, OSError):
             return None
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         """Removes what came after its request was given up, and the run lock; the folder's close gives it back."""

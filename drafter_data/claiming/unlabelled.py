@@ -7,22 +7,20 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import xxhash
 
 from data_contracts.identity import StoreIdentity
-from drafter_data.claiming.folder import LOCK_NAME, DumpFolder, check_size, open_regular
+from drafter_data.claiming.folder import LOCK_NAME, DumpFolder
+from drafter_data.claiming.pass_dump import complete_tokens, read_pass
 from drafter_data.claiming.proof import LogprobProof
-from drafter_data.claiming.pt_layer import PtLayer
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, PassMixed
-from drafter_data.safetensors_file import MalformedFile, TensorFile, as_float32
+from drafter_data.safetensors_file import MalformedFile, as_float32
 from drafter_data.verification import hash_and_check
 
 FOLDER_PREFIX = "req_"
@@ -34,7 +32,6 @@ before it answers.
 SETTLE_SECONDS = 5.0
 """How long after the reply its dump may still come when one of the right count was refused."""
 RESCAN_SECONDS = 0.002
-MAX_META_BYTES = 1 << 16
 
 
 @dataclass
@@ -153,7 +150,7 @@ class UnlabelledClaims:
             # A young dump of a count that nobody waits for may be an early version of one.
             open_question = seen.tokens is None or (seen.tokens > 1 and seen.tokens not in wanted and seen.at > fresh)
             if open_question and seen.due <= time.monotonic():
-                seen.tokens, seen.defect = self._complete_tokens(name)
+                seen.tokens, seen.defect = complete_tokens(self._folder, name, self._identity)
                 # What stays unfinished is looked at ever less often.
                 seen.due = time.monotonic() + (time.monotonic() - seen.at) / 8
         self._scanned_at = time.monotonic()
@@ -176,18 +173,18 @@ class UnlabelledClaims:
 
     def _settle(self, request: PrefillRequest, reply: PrefillReply, candidates: list[str]) -> ClaimedDump | None:
         """The claimed dump; None when none of the candidates is (yet) it."""
-        if self._proof is None:
-            if len(candidates) > 1:
-                raise DumpAmbiguous(
-                    f"request {request.request_id}: {len(candidates)} dumps of {request.tokens} tokens "
-                    f"({', '.join(sorted(candidates)[:4])}) and no lm_head to tell them apart; asked again alone"
-                )
-            return self._read(request, candidates[0]) if candidates else None
+        if self._proof is None and len(candidates) > 1:
+            raise DumpAmbiguous(
+                f"request {request.request_id}: {len(candidates)} dumps of {request.tokens} tokens "
+                f"({', '.join(sorted(candidates)[:4])}) and no lm_head to tell them apart; asked again alone"
+            )
         for name in candidates:
             try:
                 dump = self._read(request, name)
-            except (FileNotFoundError, MalformedFile):
-                continue  # written again, or removed, since it was whole; the next scan takes it anew
+            except (FileNotFoundError, MalformedFile, DumpRejected):
+                continue  # written again, cut, or removed, since it was whole; the next scan takes it anew
+            if self._proof is None:
+                return dump
             error = self._proof.error(as_float32(dump.states_slh[-1, -1], dump.dtype), reply.top_logprobs)
             if error is None:
                 raise DumpRejected(
@@ -213,46 +210,8 @@ class UnlabelledClaims:
             reason="proof-failed",
         )
 
-    def _complete_tokens(self, name: str) -> tuple[int | None, str]:
-        """The pass's token count when every layer's file is whole; None while the folder is being written, -1 when it
-        never can be. And what is wrong, where something is.
-        """
-        try:
-            descriptor = self._folder.open_subfolder(name)
-        except (FileNotFoundError, DumpRejected) as error:
-            return -1, str(error)
-        try:
-            meta = _read_meta(descriptor)
-            if meta is None:
-                return None, f"{name} has no meta.json"
-            tokens = int(str(meta["num_tokens"]))
-            if meta.get("final_norm", self._identity.final_norm) != self._identity.final_norm:
-                return -1, f"{name}: final state {meta['final_norm']!s:.20} the norm, expected {self._identity.final_norm}"
-            for layer in self._identity.layers:
-                with _open_layer(descriptor, layer, tokens * self._identity.hidden_size * 4) as file:
-                    if file.tensors["hidden_states"].shape != (tokens, self._identity.hidden_size):
-                        # It may be replaced by a newer version, so it is looked at again.
-                        return None, f"{name}/{file.name}: {file.tensors['hidden_states'].shape}, meta.json says {tokens} tokens"
-            return tokens, ""
-        except (FileNotFoundError, MalformedFile, ValueError, KeyError) as error:
-            return None, f"{name}: {error}"
-        except (DumpRejected, TypeError) as error:
-            return -1, str(error)
-        finally:
-            os.close(descriptor)
-
     def _read(self, request: PrefillRequest, name: str) -> ClaimedDump:
-        """Stacks the layers of a complete dump to [S, L, H]."""
-        descriptor = self._folder.open_subfolder(name)
-        try:
-            most_bytes = request.tokens * self._identity.hidden_size * 4
-            files = [_open_layer(descriptor, layer, most_bytes) for layer in self._identity.layers]
-        finally:
-            os.close(descriptor)
-        states_slh = np.stack([file.array("hidden_states") for file in files], axis=1)
-        dtype = files[0].tensors["hidden_states"].dtype
-        for file in files:
-            file.close()
+        states_slh, dtype = read_pass(self._folder, name, self._identity, request.tokens)
         return ClaimedDump(
             request_id=request.request_id,
             states_slh=states_slh,
@@ -285,43 +244,3 @@ class UnlabelledClaims:
                 continue
             del self._seen[name]
             self.swept += 1
-
-
-def _read_meta(folder_descriptor: int) -> dict[str, object] | None:
-    try:
-        descriptor = open_regular("meta.json", folder_descriptor)
-    except FileNotFoundError:
-        return None
-    try:
-        found = json.loads(os.read(descriptor, MAX_META_BYTES))
-        return found if isinstance(found, dict) else None
-    except (ValueError, RecursionError):
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def _open_layer(folder_descriptor: int, layer: int, most_bytes: int) -> TensorFile | PtLayer:
-    """A layer's file, safetensors or, from patches older still, .pt. Raises FileNotFoundError when neither is there."""
-    name = f"layer_{layer}.safetensors"
-    try:
-        descriptor = open_regular(name, folder_descriptor)
-    except FileNotFoundError:
-        return _open_pt_layer(folder_descriptor, f"layer_{layer}.pt", most_bytes)
-    try:
-        check_size(descriptor, name, most_bytes)
-        file = TensorFile.of_descriptor(descriptor, name, 1 << 16)
-    finally:
-        os.close(descriptor)
-    if set(file.tensors) != {"hidden_states"}:
-        raise MalformedFile(f"{name}: expected the tensor hidden_states, found {sorted(file.tensors)[:4]}")
-    return file
-
-
-def _open_pt_layer(folder_descriptor: int, name: str, most_bytes: int) -> PtLayer:
-    descriptor = open_regular(name, folder_descriptor)
-    try:
-        check_size(descriptor, name, most_bytes)
-        return PtLayer.of_descriptor(descriptor, name)
-    finally:
-        os.close(descriptor)

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from data_contracts.identity import Provenance, StateDtype, StoreIdentity
 from data_contracts.receipt import ClaimProof
+from drafter_data.foreign_file import RowsOnDisk
 
-StateArray = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
-"""States in storage form; bfloat16 is held as its uint16 bit patterns, since NumPy has no such dtype."""
+StateArray = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16] | RowsOnDisk
+"""States in storage form; bfloat16 is held as its uint16 bit patterns, since NumPy has no such dtype. What lies in the dump folder
+is read when it is looked at (foreign_file.py)."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ class PrefillReply:
 
 @dataclass(frozen=True)
 class ClaimedDump:
-    """A dump whose owner is proven, still in the dump folder (mapped, not copied).
+    """A dump whose owner is proven, still in the dump folder (not copied).
 
     `token_ids_s` are the ids that the dump itself carries (None where it carries none). `whole_file` is set when the dump is one
     file in the state form that a store on the same file system may take as it is: (writable file descriptor, name, header bytes).
-    `entries` are the names in the dump folder that `release` removes.
+    `entries` are the names in the dump folder that `release` removes. `leave` takes a whole file's name out of the dump folder,
+    once the store has given it one of its own and before its label is overwritten: a file of which nobody can tell whose it is
+    must not stay behind a kill.
     """
 
     request_id: str
@@ -87,6 +91,7 @@ class ClaimedDump:
     entries: tuple[str, ...]
     whole_file: tuple[int, str, int] | None = None
     close: Callable[[], None] = lambda: None
+    leave: Callable[[], None] = lambda: None
 
     @property
     def bytes(self) -> int:

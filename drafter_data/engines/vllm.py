@@ -25,7 +25,8 @@ from drafter_data.claiming.folder import DumpFolder, plain_name
 from drafter_data.engines.base import ClaimedDump, EngineInfo, PrefillReply, PrefillRequest
 from drafter_data.engines.vllm_http import VllmClient
 from drafter_data.errors import DumpMissing, DumpRejected, SampleError
-from drafter_data.safetensors_file import MalformedFile, TensorFile
+from drafter_data.foreign_file import ForeignFile
+from drafter_data.safetensors_file import MalformedFile
 
 LOCK_SUFFIX = ".lock"
 LIFE_SECONDS = 30.0
@@ -171,13 +172,11 @@ def open_dump(folder: DumpFolder, name: str, request: PrefillRequest, identity: 
     """Opens a whole file and checks that it is this request's. Raises FileNotFoundError or DumpRejected."""
     descriptor = folder.open_file(name)
     try:
-        file = TensorFile.of_descriptor(descriptor, name, MAX_HEADER_BYTES)
+        file = ForeignFile(descriptor, name, MAX_HEADER_BYTES)
     except MalformedFile as error:
         raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
-    finally:
-        os.close(descriptor)
     try:
-        states_slh, ids_s = file.array("hidden_states"), file.array("token_ids")
+        states_slh, ids_s = file.rows("hidden_states"), file.array("token_ids")
         if not np.array_equal(ids_s, request.token_ids_s):
             raise DumpRejected(f"dump {name}: its {len(ids_s)} token ids are not the {request.tokens} sent", reason="token-ids")
         expected = None if identity is None else (request.tokens, len(identity.layers), identity.hidden_size)

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_data.foreign_file import RowsOnDisk
 from drafter_data.safetensors_file import as_float32
 
 MOST_ROWS = 64
@@ -23,7 +24,7 @@ _FLOOR = 0.02
 _TO_SIGMA = 1.4826
 
 
-def signature_of(states_slh: NDArray[np.generic], dtype: str) -> NDArray[np.float64]:
+def signature_of(states_slh: NDArray[np.generic] | RowsOnDisk, dtype: str) -> NDArray[np.float64]:
     """[L * (L + 1) / 2] logarithms; rows are spread over the prompt, the first one (an attention sink in most models) left out."""
     tokens = len(states_slh)
     rows = np.unique(np.linspace(min(1, tokens - 1), tokens - 1, MOST_ROWS).astype(int))

@@ -28,8 +28,9 @@ WRITEBACK_BYTES = 8 << 20
 def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], label: str) -> tuple[int, str]:
     """Checks the states' content and puts them under `final`; returns the file's bytes and its xxh3-128 hex.
 
-    A dump that is one file in the state form on the store's file system is linked in and keeps its blocks (its header is made
-    canonical in place first); any other is copied. Raises DumpRejected or OSError, and then leaves nothing.
+    A dump that is one file in the state form on the store's file system moves in and keeps its blocks: it is linked, leaves the
+    dump folder, and only then has its label overwritten by the canonical header. Any other is copied. Raises DumpRejected or
+    OSError, and then leaves nothing.
     """
     header_bytes = dump.whole_file[2] if dump.whole_file else None
     shape_slh = (len(token_ids_s), dump.states_slh.shape[1], dump.states_slh.shape[2])
@@ -41,6 +42,7 @@ def write_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], 
         if dump.whole_file and _link(dump.whole_file[0], temporary):
             start_writeback(dump.whole_file[0], 0, 0)  # 0: to its end
             hash_and_check(dump.states_slh, dump.dtype, digest, label)
+            dump.leave()
             _make_state(dump.whole_file[0], header)
         else:
             with _new_state(temporary) as writer:

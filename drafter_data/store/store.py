@@ -168,7 +168,7 @@ class Store:
             receipt = Receipt(
                 state_key=state_key,
                 tokens=len(token_ids_s),
-                shape=dump.states_slh.shape,
+                shape=(len(token_ids_s), len(identity.layers), identity.hidden_size),
                 dtype=identity.dtype,
                 bytes=size,
                 xxh3=digest,

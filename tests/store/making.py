@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from data_contracts.dataset import RECORD_FILE, ROWS_FILE, DatasetRecord
+from data_contracts.dump import HEADER_BYTES, name_of
 from data_contracts.identity import StateDtype, StoreIdentity, dataset_id, sample_key, state_key_of_bytes
 from data_contracts.receipt import Receipt
 from drafter_data.dataset import DATASET_SCHEMA, Dataset
+from drafter_data.embedded.dumps import header_bytes
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.files import xxh3_of
 from drafter_data.safetensors_file import NUMPY_DTYPES, state_header
@@ -69,7 +71,20 @@ def whole_file_dump(folder: Path, ids_s: NDArray[np.int64], hidden: int = 32) ->
     header = state_header(states.shape, "F32", 1024)
     path.write_bytes(header + ids_s.tobytes() + states.tobytes())
     descriptor = os.open(path, os.O_RDWR)
-    return dump_of(ids_s, hidden, states_slh=states, whole_file=(descriptor, path.name, 1024))
+    return dump_of(ids_s, hidden, states_slh=states, whole_file=(descriptor, path.name, 1024), leave=path.unlink)
+
+
+def labelled_dump(folder: Path, ids_s: NDArray[np.int64], request_id: str, hidden: int = 32) -> Path:
+    """A dump of a whole prompt with its label, as the capture hook leaves it."""
+    states = states_of(ids_s, hidden)
+    label = {"rid": request_id, "start": "0", "end": str(len(ids_s)), "layers": ",".join(map(str, LAYERS)), "final_norm": "pre"}
+    tensors = {
+        "token_ids": {"dtype": "I64", "shape": [len(ids_s)], "data_offsets": [0, ids_s.nbytes]},
+        "hidden_states": {"dtype": "F32", "shape": states.shape, "data_offsets": [ids_s.nbytes, ids_s.nbytes + states.nbytes]},
+    }
+    path = folder / name_of(request_id, 0, len(ids_s))
+    path.write_bytes(header_bytes({"__metadata__": label, **tensors}, HEADER_BYTES) + ids_s.tobytes() + states.tobytes())
+    return path
 
 
 def key_of(ids_s: NDArray[np.int64]) -> str:

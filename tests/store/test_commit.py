@@ -43,9 +43,11 @@ def test_commit_dump_of_another_file_system_is_copied_and_reads_back(store: Stor
 def test_commit_whole_file_on_the_same_file_system_keeps_its_blocks(tmp_path: Path, store: Store) -> None:
     ids = ids_of(20, 1)
     dump = whole_file_dump(tmp_path, ids)
+    inode = (tmp_path / "dump.safetensors").stat().st_ino
     receipt = store.commit(dump, key_of(ids), ids)
     path = store.path_of(key_of(ids))
-    assert path.stat().st_ino == (tmp_path / "dump.safetensors").stat().st_ino
+    assert path.stat().st_ino == inode
+    assert path.stat().st_nlink == 1, "it has left the dump folder"
     assert receipt.xxh3 == xxh3_of(path)
     assert np.array_equal(load_file(path)["hidden_states"], states_of(ids))
 

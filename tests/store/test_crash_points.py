@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from drafter_data.claiming.folder import DumpFolder
+from drafter_data.claiming.labelled import LabelledClaims
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.store.fsck import fsck
 from drafter_data.store.store import Store
@@ -16,12 +18,23 @@ from drafter_data.validation import validate_store
 from tests.store.making import commit, identity_of, ids_of, key_of
 
 CHILD = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
+from drafter_data.claiming.folder import DumpFolder
+from drafter_data.claiming.labelled import LabelledClaims
+from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.store.store import Store
-from tests.store.making import dump_of, identity_of, ids_of, key_of, whole_file_dump
+from tests.store.making import dump_of, identity_of, ids_of, key_of, labelled_dump
 
 STEPS = {"open", "write", "pwrite", "fsync", "fchmod", "chmod", "link", "replace", "rename", "unlink", "flock", "mkdir"}
+
+def claimed(dumps, ids):
+    dumps.mkdir(mode=0o700)
+    claims = LabelledClaims(DumpFolder.open(dumps), identity_of(), "aaaaaaaa")
+    request = PrefillRequest(claims.request_id(1), key_of(ids), ids)
+    labelled_dump(dumps, ids, request.request_id)
+    reply = PrefillReply(request.request_id, len(ids), 0, time.time(), 0.0)
+    return claims.claim(request, reply, time.monotonic() + 5)
 
 def commit(root, way, kill_at):
     \"\"\"Commits, and is gone before step `kill_at`; returns the names of the steps.\"\"\"
@@ -37,7 +50,7 @@ def commit(root, way, kill_at):
     root.mkdir()
     store = Store.open(root / "store", identity_of())
     ids = ids_of(20, 1)
-    dump = whole_file_dump(root, ids) if way == "link" else dump_of(ids)
+    dump = claimed(root / "dumps", ids) if way == "link" else dump_of(ids)
     sys.setprofile(before_call)
     store.commit(dump, key_of(ids), ids, chunk="c")
     sys.setprofile(None)
@@ -88,6 +101,9 @@ def outcome_of(root: Path) -> str:
     problems = fsck(store).problems
     assert [problem.reason for problem in problems] == ([outcome] if outcome in ("temporary", "orphan") else [])
     store.sweep()
+    if (root / "dumps").exists():  # the store's sweep came first: the dump's label alone must tell whose it is
+        LabelledClaims(DumpFolder.open(root / "dumps"), store.identity, "bbbbbbbb").sweep()
+        assert [path.name for path in (root / "dumps").iterdir()] == [".dd-run-bbbbbbbb.lock"]
     commit(store, ids)
     again = Store.open(store.root)
     report = validate_store(again, None)

@@ -1,0 +1,129 @@
+"""Safetensors files that somebody else may cut or write anew while we read them: read with pread(2), not mapped.
+
+A process that reads a mapped page behind a file's new end is killed by SIGBUS, whatever it catches. Here such a read is short, and
+that is an error like any other. Values are read in the order in which they are asked for, so a dump is never in memory as a whole
+unless somebody wants it so.
+
+Tensor legend: S tokens, L stored layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_data.errors import DumpRejected
+from drafter_data.safetensors_file import NUMPY_DTYPES, MalformedFile, TensorEntry, parse_header
+
+
+class ForeignFile:
+    """An open safetensors file of which only the header has been read. Owns its descriptor.
+
+    Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be.
+    """
+
+    def __init__(self, descriptor: int, name: str, max_header_bytes: int, most_bytes: int | None = None) -> None:
+        self.descriptor = descriptor
+        self.name = name
+        try:
+            size = os.fstat(descriptor).st_size
+            if most_bytes is not None and size > most_bytes + max_header_bytes:
+                raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
+            head = os.pread(descriptor, 8, 0)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or length > min(max_header_bytes, size - 8):
+                raise MalformedFile(f"{name}: header claims {length} bytes in a file of {size}")
+            self.header_bytes = 8 + length
+            self.tensors, self.metadata = parse_header(os.pread(descriptor, length, 8), size - self.header_bytes, name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def rows(self, name: str) -> RowsOnDisk:
+        """A tensor that is read when it is looked at. Raises MalformedFile when it is not there, or is a single number."""
+        entry = self.tensors.get(name)
+        if entry is None or not entry.shape:
+            raise MalformedFile(f"{self.name}: no tensor {name!r} with rows, only {sorted(self.tensors)[:8]}")
+        return RowsOnDisk(self, entry)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor, read whole, in storage form (bfloat16 as uint16)."""
+        return self.rows(name)[:]
+
+    def read_into(self, out: NDArray[Any], offset: int) -> None:
+        """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""
+        view, position = out.data.cast("B"), self.header_bytes + offset
+        while view:
+            count = os.preadv(self.descriptor, [view], position)
+            if not count:
+                raise DumpRejected(
+                    f"dump {self.name}: expected {position + len(view)} bytes, found {os.fstat(self.descriptor).st_size}: it was "
+                    "cut while it was read; the sample is extracted again",
+                    reason="dump-malformed",
+                )
+            view, position = view[count:], position + count
+
+    def close(self) -> None:
+        """Closes the descriptor, once."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> ForeignFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RowsOnDisk:
+    """A tensor of a `ForeignFile` with the part of an array's face that the checks use; what is indexed is read.
+
+    Every read raises DumpRejected when the file has become too short for it.
+    """
+
+    def __init__(self, file: ForeignFile, entry: TensorEntry) -> None:
+        self._file = file
+        self._start = entry.start
+        self.shape = entry.shape
+        self.ndim = len(entry.shape)
+        self.dtype = np.dtype(NUMPY_DTYPES[entry.dtype])
+        self.nbytes = entry.end - entry.start
+        self._row_bytes = self.dtype.itemsize * prod(entry.shape[1:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Rows start..stop, into `out` where it is given."""
+        found = np.empty((stop - start, *self.shape[1:]), self.dtype) if out is None else out[: stop - start]
+        if found.nbytes:
+            self._file.read_into(found, self._start + start * self._row_bytes)
+        return found
+
+    def blocks(self, most_bytes: int) -> Iterator[NDArray[Any]]:
+        """All rows in order, some at a time; each block is overwritten by the next."""
+        step = min(max(1, most_bytes // max(1, self._row_bytes)), len(self))
+        buffer = np.empty((step, *self.shape[1:]), self.dtype)
+        for start in range(0, len(self), max(1, step)):
+            yield self.read(start, min(start + step, len(self)), buffer)
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        first, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
+        if isinstance(first, slice):
+            start, stop, step = first.indices(len(self))
+            found = self.read(start, max(start, stop))[::step] if step > 0 else self.read(0, len(self))[first]
+        elif isinstance(first, int):
+            row = range(len(self))[first]
+            found = self.read(row, row + 1)[0]
+        else:
+            found = np.stack([self.read(row, row + 1)[0] for row in np.asarray(first).tolist()])
+        return found[(slice(None), *rest) if not isinstance(first, int) else rest] if rest else found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
