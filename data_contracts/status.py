@@ -18,13 +18,14 @@ class LeaseStatus(Record):
 
 
 class ChunkStatus(Record):
-    """How far one chunk is."""
+    """How far one chunk is; `failed` counts missing samples whose failure was written down."""
 
     index: int
     key: str
     samples: int
     done: int
     missing_tokens: int
+    failed: int = 0
     holder: str = ""
 
 

@@ -6,10 +6,12 @@ import os
 
 import numpy as np
 
+from data_contracts.extraction import FAILURES_FOLDER
 from data_contracts.plan import PLAN_FILE
 from data_contracts.status import ChunkStatus, LeaseStatus, PlanStatus, StoreStatus
 from drafter_data.costs import CostModel, latest_costs
-from drafter_data.planning import load_plan, missing_samples
+from drafter_data.extraction.chunk import read_failures
+from drafter_data.planning import load_plan, missing_samples, plan_folder
 from drafter_data.store.store import Store
 
 
@@ -17,10 +19,7 @@ def store_status(store: Store) -> StoreStatus:
     """Looks at the receipts, plans, leases and kept costs of `store`; changes nothing."""
     store.refresh()
     costs = latest_costs(store.root)
-    leases = {
-        key: LeaseStatus(chunk_key=key, holder=lease.holder, host=lease.host, expires_at=lease.expires_at, live=live)
-        for key, (lease, live) in store.leases().items()
-    }
+    leases = lease_statuses(store)
     plans = sorted(path.parent for path in store.root.glob(f"plans/*/{PLAN_FILE}"))
     space = os.statvfs(store.root)
     return StoreStatus(
@@ -34,13 +33,21 @@ def store_status(store: Store) -> StoreStatus:
     )
 
 
+def lease_statuses(store: Store) -> dict[str, LeaseStatus]:
+    """Who holds which chunk, by chunk key."""
+    return {
+        key: LeaseStatus(chunk_key=key, holder=lease.holder, host=lease.host, expires_at=lease.expires_at, live=live)
+        for key, (lease, live) in store.leases().items()
+    }
+
+
 def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], costs: CostModel | None) -> PlanStatus:
     """How far each chunk is, and the forecast of what is missing (in one pass over the plan)."""
     plan = load_plan(store.root, dataset_id)
     missing = missing_samples(store, plan)
     missing_c = np.bincount(missing.chunk_n, minlength=len(plan.chunks))
     tokens_c = np.bincount(missing.chunk_n, weights=missing.tokens_n, minlength=len(plan.chunks))
-    chunks: list[ChunkStatus] = []
+    failed, chunks = _failed_samples(store, dataset_id), list[ChunkStatus]()
     for chunk in plan.chunks:
         held = leases.get(chunk.key)
         chunks.append(
@@ -50,6 +57,7 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
                 samples=chunk.samples,
                 done=chunk.samples - int(missing_c[chunk.index]),
                 missing_tokens=int(tokens_c[chunk.index]),
+                failed=failed.get(chunk.key, 0),
                 holder=held.holder if held is not None and held.live else "",
             )
         )
@@ -65,3 +73,10 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
         if costs is not None
         else None,
     )
+
+
+def _failed_samples(store: Store, dataset_id: str) -> dict[str, int]:
+    """How many samples each chunk has written down as failed that the store still lacks."""
+    written = [path.stem for path in (plan_folder(store.root, dataset_id) / FAILURES_FOLDER).glob("*.json")]
+    found = [read_failures(store.root, dataset_id, key) for key in written]
+    return {one.chunk_key: sum(failure.state_key not in store for failure in one.failures) for one in found if one is not None}

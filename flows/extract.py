@@ -25,6 +25,7 @@ from flows.outcome import in_one_line
 from tasks import extract as chunks
 from tasks import handoff as trainer
 from tasks import lengths, merge, plan, preflight, validate
+from tasks.publishing import publish_report
 
 # The cast: Prefect's decorator names its runner's type invariantly.
 CHUNK_RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=CHUNKS_AT_ONCE))
@@ -49,7 +50,7 @@ def extract(
         handoff: The trainer and its job.
         storage: Where results live.
     """
-    return in_one_line(run_stages, input, engine, extraction, handoff, storage)
+    return publish_report(in_one_line(run_stages, input, engine, extraction, handoff, storage))
 
 
 def run_stages(

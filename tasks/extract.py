@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from contextvars import copy_context
 from pathlib import Path
-from typing import Any, cast
-from uuid import UUID
+from typing import Any
 
 from prefect import Task, task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import as_completed
 from prefect.states import Cancelled
@@ -22,13 +17,12 @@ from data_contracts.plan import Chunk
 from data_contracts.preflight import PreflightReport
 from drafter_data.errors import ChunkIncomplete, DrafterDataError, EngineLost, LeaseHeld, StoreFull, TooManyFailures
 from drafter_data.extraction.chunk import extract_chunk as extract_chunk_samples
-from drafter_data.extraction.progress import Reporter, Snapshot
-from drafter_data.extraction.session import ExtractionSession, SessionSettings, shared_session
+from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, run_logger, say
+from tasks.pages import shown_progress
+from tasks.publishing import STAGE, say
 from tasks.send import send_chunks
 
-REPORT_SECONDS = 5.0
 RETRY_SECONDS = 5.0
 HELD = "Held"
 STOPS_THE_RUN = (EngineLost, StoreFull, TooManyFailures)
@@ -45,7 +39,7 @@ def may_succeed_later(task: Task[..., Any], run: TaskRun, state: State[Any]) -> 
 
 @task(
     name="extract chunk",
-    task_run_name="chunk {chunk.index}: {chunk.samples} samples, {chunk.tokens} tokens",
+    task_run_name="chunk {chunk.index}: {chunk.samples:,} samples, {chunk.tokens:,} tokens of {settings.dataset.name:.12}",
     retry_delay_seconds=RETRY_SECONDS,
     retry_condition_fn=may_succeed_later,
     **STAGE,
@@ -128,27 +122,6 @@ def failure_message(state: State[Any]) -> str:
     """What ended a failed task: the failure's own words. Prefect keeps an exception inside a record of the result."""
     error = getattr(state.data, "result", state.data)
     return str(error) if isinstance(error, DrafterDataError) else state.message or ""
-
-
-@contextmanager
-def shown_progress(session: ExtractionSession) -> Generator[None]:
-    """A progress bar in the UI and a line in the log every few seconds."""
-    logger, context = run_logger(), copy_context()
-    artifact = cast(UUID, create_progress_artifact(progress=0.0, key="extraction", description="waiting for the first sample"))
-
-    def show(now: Snapshot) -> None:
-        logger.info(now.line())
-        try:
-            update_progress_artifact(artifact, progress=round(100 * now.share, 2), description=now.line())
-        except Exception as error:  # noqa: BLE001 - a server that restarts must not end the extraction's report
-            logger.warning("the progress artifact was not updated: %s", error)
-
-    # Prefect's settings and run live in the context, which a thread does not inherit.
-    reporter = Reporter(session.snapshot, lambda now: context.run(show, now), REPORT_SECONDS)
-    try:
-        yield
-    finally:
-        reporter.close()
 
 
 def _incomplete(result: ChunkResult) -> ChunkIncomplete:

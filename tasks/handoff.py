@@ -20,13 +20,13 @@ from drafter_data.gate import exclusions
 from drafter_data.planning import load_plan
 from drafter_data.store.store import Store
 from drafter_data.trainers.handoff import hand_off
-from drafter_data.trainers.job import job_command, run_job
+from drafter_data.trainers.job import JOB_LOG, job_command, run_job
 from drafter_data.trainers.registry import trainer_named
 from drafter_data.units import gigabytes
 from drafter_data.workspace import Workspace
+from tasks.pages import TrainingPage
 from tasks.publishing import STAGE, publish_facts, run_logger, say
 
-JOB_LOG = "job.log"
 POINT_SECONDS = 2.0
 
 
@@ -77,22 +77,26 @@ def in_a_free_folder(base: Path, make: Callable[[Path], HandoffManifest]) -> tup
     raise AssertionError("unreachable")
 
 
-@task(name="train", task_run_name="train {manifest.trainer} on {manifest.samples} samples", **STAGE)
+@task(name="train", task_run_name="train {manifest.trainer} on {manifest.samples:,} samples, {manifest.tokens:,} tokens", **STAGE)
 def train(manifest: HandoffManifest, parameters: HandoffParameters) -> Checkpoint:
-    """Starts the job in a process group of its own and watches it to its end. Publishes its result."""
+    """Starts the job in a process group of its own and watches it to its end. Publishes its curve and its result."""
     logger, shown = run_logger(), [0.0]
+    trainer, options = trainer_named(parameters.trainer), options_of(parameters)
+    page = TrainingPage(handoff_facts(manifest, None, options))
 
     def on_point(point: TrainingPoint) -> None:
+        page.take(point)
         if time.monotonic() - shown[0] >= POINT_SECONDS:
             shown[0] = time.monotonic()
             accuracy = "" if point.accuracy is None else f", accuracy {point.accuracy:.3f}"
             logger.info("step %d: loss %.4g%s", point.step, point.loss, accuracy)
 
-    trainer, options = trainer_named(parameters.trainer), options_of(parameters)
     log = Path(manifest.folder) / JOB_LOG
     checkpoint = run_job(trainer, manifest, options, on_line=logger.debug, on_point=on_point, log=log)
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in checkpoint.metrics.items())
-    publish_facts("hand-off", f"{manifest.samples:,} samples, trained", handoff_facts(manifest, checkpoint, options))
+    facts = handoff_facts(manifest, checkpoint, options)
+    publish_facts("hand-off", f"{manifest.samples:,} samples, trained", facts)
+    page.close(f"{manifest.trainer}: trained on {manifest.samples:,} samples{f', {metrics}' if metrics else ''}", facts)
     logger.info("trained: %s (%s)", checkpoint.weights_file, metrics)
     return checkpoint
 

@@ -9,16 +9,21 @@ from prefect import task
 from data_contracts.lengths import LengthProfile
 from drafter_data.dataset import Dataset
 from drafter_data.lengths import profile_lengths
+from drafter_data.report.drawing import embedded
+from drafter_data.report.pictures import lengths_picture
+from drafter_data.report.text import markdown_table
 from drafter_data.units import gigabytes
-from tasks.publishing import STAGE, publish_table, say
+from tasks.publishing import STAGE, publish_page, say
 
 
 @task(name="lengths", task_run_name="lengths of {dataset.name:.12}", **STAGE)
 def profile(dataset: Path, bytes_per_token: int) -> LengthProfile:
-    """Publishes quantiles by run and the bytes to come."""
+    """Publishes a picture and quantiles by run, and the bytes to come."""
     found = profile_lengths(Dataset.open(dataset), bytes_per_token=bytes_per_token)
     to_come = f"{gigabytes(found.state_bytes)} of states" if bytes_per_token else "bytes to come: known with the engine"
-    publish_table("lengths", f"Tokens a sample, by run; {to_come}", length_rows(found))
+    told = f"Tokens a sample, by run; {to_come}"
+    picture = embedded(lengths_picture(found), "Histogram of lengths, and quantiles of each run")
+    publish_page("lengths", told, picture, markdown_table(length_rows(found)))
     say(f"lengths: median {found.groups[0].quantiles_tokens['p50']:,}, p99 {found.groups[0].quantiles_tokens['p99']:,}; {to_come}")
     return found
 

@@ -13,12 +13,15 @@ from drafter_data.dataset import Dataset
 from drafter_data.gate import judge, require_open
 from drafter_data.planning import load_plan
 from drafter_data.remedies import remedy
+from drafter_data.report.drawing import embedded
+from drafter_data.report.pictures import norms_picture
+from drafter_data.report.text import markdown_table
 from drafter_data.store.store import Store
 from drafter_data.units import gigabytes
 from drafter_data.validation import validate_store
 from drafter_data.validation.state_file import UNREADABLE
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, publish_table, say
+from tasks.publishing import STAGE, publish_page, publish_table, say
 
 SHOWN_FINDINGS = 100
 
@@ -57,7 +60,9 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
         store.discard(damaged_states(store, report))
     finally:
         store.close()
-    publish_table("validation", _validation_summary(report), validation_rows(report))
+    told = _validation_summary(report)
+    norms = embedded(norms_picture(report.layers), "Root mean square by layer") if report.layers else ""
+    publish_page("validation", told, norms, markdown_table(validation_rows(report)))
     say(_validation_summary(report))
     return report
 

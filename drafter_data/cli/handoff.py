@@ -21,11 +21,9 @@ from drafter_data.store.store import Store
 from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.folder import check_folder
 from drafter_data.trainers.handoff import hand_off
-from drafter_data.trainers.job import job_command, run_job
+from drafter_data.trainers.job import JOB_LOG, job_command, run_job
 from drafter_data.trainers.options import parse_options
 from drafter_data.trainers.registry import trainer_named
-
-JOB_LOG = "job.log"
 
 
 def handoff(

@@ -15,6 +15,8 @@ from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.job_process import JobProcess
 from drafter_data.trainers.options import whole_number
 
+JOB_LOG = "job.log"
+"""The output of a hand-off's jobs, in its folder."""
 POLL_SECONDS = 0.1
 SILENCE_SECONDS = 1800
 SLOWEST_READ_BYTES_PER_SECOND = 50e6
