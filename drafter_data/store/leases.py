@@ -1,7 +1,8 @@
 """Leases: one holder a chunk, named, ended by itself.
 
-A lease is a small file with its holder and an expiry that a thread renews. It may be taken over when it has expired, or at once
-when its holder was a process of this host that is no longer there.
+A lease is a small file with its holder and an expiry that a thread renews. It may be taken over when it has expired, when it has
+not been renewed for as long as it lasts (by this process's own clock: another host's may be wrong), or at once when its holder was
+a process that could be seen from here and is no longer there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RENEW_SECONDS = 15.0
 
 
 class Lease(Record):
-    """Who holds a chunk until when. `process` is `<boot id>/<pid>/<start ticks>`, which no later process repeats."""
+    """Who holds a chunk until when. `process` is `<boot id>/<pid namespace>/<pid>/<start ticks>`, which no later one repeats."""
 
     holder: str
     host: str
@@ -40,6 +41,7 @@ class Leases:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._held: dict[str, Lease] = {}
+        self._seen: dict[str, tuple[Lease, float]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
@@ -49,7 +51,7 @@ class Leases:
         """Holds `key`. Raises LeaseHeld, with the holder named, when another live holder has it."""
         with self._guard():
             current = self._read(key)
-            if current is not None and _is_live(current):
+            if current is not None and self._is_live(key, current):
                 raise LeaseHeld(
                     f"chunk {key[:12]} is held by {current.holder} on {current.host} until "
                     f"{time.strftime('%H:%M:%S', time.localtime(current.expires_at))}; wait, or stop that run"
@@ -74,13 +76,13 @@ class Leases:
         """Every lease by chunk key, and whether its holder lives (as far as this host can tell)."""
         keys = [path.stem for path in self._folder.glob("*.json")]
         leases = ((key, self._read(key)) for key in sorted(keys))
-        return {key: (lease, _is_live(lease)) for key, lease in leases if lease is not None}
+        return {key: (lease, self._is_live(key, lease)) for key, lease in leases if lease is not None}
 
     def remove_ended(self, key: str) -> bool:
         """Removes the lease of a holder that is gone; says whether it did."""
         with self._guard():
             lease = self._read(key)
-            if lease is not None and _is_live(lease):
+            if lease is not None and self._is_live(key, lease):
                 return False
             self._path(key).unlink(missing_ok=True)
             return True
@@ -99,6 +101,17 @@ class Leases:
             if key in self._held and self._is_ours(key):
                 self._held[key] = renewed = self._held[key].model_copy(update={"expires_at": time.time() + LEASE_SECONDS})
                 write_atomic(self._path(key), renewed.model_dump_json())
+
+    def _is_live(self, key: str, lease: Lease) -> bool:
+        """Whether a lease's holder may still be at work, as far as can be told from here."""
+        where, pid, ticks = lease.process.rsplit("/", 2)
+        if lease.host == socket.gethostname() and where == _here() and _start_ticks(int(pid)) != ticks:
+            return False
+        with self._lock:
+            known = self._seen.get(key)
+            if known is None or known[0] != lease:
+                known = self._seen[key] = (lease, time.monotonic())
+        return time.time() <= lease.expires_at and time.monotonic() - known[1] <= LEASE_SECONDS
 
     def _is_ours(self, key: str) -> bool:
         lease = self._read(key)
@@ -129,16 +142,13 @@ class Leases:
 
 
 def own_process() -> str:
-    """This process, named so that a later process with the same id differs."""
-    return f"{_boot_id()}/{os.getpid()}/{_start_ticks(os.getpid())}"
+    """This process, named so that a later process with the same id, or one of another container, differs."""
+    return f"{_here()}/{os.getpid()}/{_start_ticks(os.getpid())}"
 
 
-def _is_live(lease: Lease) -> bool:
-    if lease.expires_at < time.time():
-        return False
-    boot, pid, ticks = lease.process.split("/")
-    here = lease.host == socket.gethostname() and boot == _boot_id()
-    return not here or _start_ticks(int(pid)) == ticks
+def _here() -> str:
+    """Where process ids mean what they mean here: this boot of this kernel, and this pid namespace."""
+    return f"{_boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116 - the link leads to no path
 
 
 def _boot_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -64,10 +65,54 @@ def test_lease_within_one_process_is_refused_twice_and_given_back_after_an_error
 def test_lease_of_another_host_is_kept_until_it_expires(store: Store) -> None:
     path = store.root / "leases" / f"{KEY}.json"
     for seconds, live in ((30, True), (-1, False)):
-        path.write_text(Lease(holder="far", host="elsewhere", process="b/1/2", expires_at=time.time() + seconds).model_dump_json())
+        path.write_text(
+            Lease(holder="far", host="elsewhere", process="b/1/2/3", expires_at=time.time() + seconds).model_dump_json()
+        )
         assert [alive for _, alive in store.leases().values()] == [live]
     with store.lease(KEY, "here"):
         pass
+
+
+def test_lease_of_a_host_whose_clock_is_ahead_ends_when_it_is_not_renewed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leases.LEASE_SECONDS <= 60
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.6)
+    path = store.root / "leases" / f"{KEY}.json"
+    for renewals in range(2):  # what its holder renews, it keeps
+        far = Lease(holder="far", host="elsewhere", process="b/1/2/3", expires_at=time.time() + 3600 + renewals)
+        path.write_text(far.model_dump_json())
+        with pytest.raises(LeaseHeld), store.lease(KEY, "here"):
+            pass
+    seen = time.monotonic()
+    while True:
+        with contextlib.suppress(LeaseHeld), store.lease(KEY, "here"):
+            break
+        time.sleep(0.02)
+    assert 0.5 < time.monotonic() - seen < 5
+
+
+def test_lease_of_a_process_in_another_pid_namespace_is_not_taken_for_dead(store: Store) -> None:
+    """Two containers of one host: each sees other processes, or none, under the other's process ids."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", HOLDER, str(store.root), KEY]
+    child = subprocess.Popen(
+        inside,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert child.stdout is not None and child.stderr is not None
+        if child.stdout.readline() != "held\n":
+            pytest.skip(f"cannot make a pid namespace here: {child.stderr.read().strip()}")
+        with pytest.raises(LeaseHeld, match="held by run one"), store.lease(KEY, "run two"):
+            pass
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+    lease, live = store.leases()[KEY]
+    assert live, "nobody can tell from here"
+    assert lease.expires_at <= time.time() + 60, "but it ends by itself"
 
 
 def test_lease_is_renewed_while_it_is_held(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
