@@ -12,7 +12,8 @@ import pytest
 from data_contracts.parameters import ExtractionParameters
 from drafter_data.engines.connect import connect
 from drafter_data.errors import DrafterDataError, LeaseHeld
-from drafter_data.extraction.campaign import run_campaign
+from drafter_data.extraction.campaign import plan_over, run_campaign
+from drafter_data.store.leases import Lease
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 from tests.faults.cells import UNLABELLED_FLAGS, Setting, bench
@@ -58,6 +59,25 @@ def test_two_runs_of_one_dataset_share_the_chunks_and_extract_nothing_twice(smal
     lines = [line for path in (tmp_path / "store" / "receipts").glob("*.jsonl") for line in path.read_text().splitlines()]
     assert len(lines) == 90
     assert validate_store(Store.open(tmp_path / "store"), dataset).errors == 0
+
+
+def test_chunk_of_a_dead_host_comes_last_and_is_taken_when_its_lease_ends(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 20, 60, seed=36))
+    with bench(Setting(True, 8), small_model, dataset, tmp_path / "bench") as made:
+        assert made.checked is not None
+        extraction = made.extraction(chunk_samples=10)
+        plan = plan_over(dataset, tmp_path / "store", extraction, made.checked)
+        held = plan.chunks[0].key
+        # As its last renewal left it: nobody here can ask whether that process lives.
+        far = Lease(holder="run one", host="elsewhere", process="b/1/2/3", expires_at=time.time() + 4)
+        (tmp_path / "store" / "leases" / f"{held}.json").write_text(far.model_dump_json())
+        report = made.extract(tmp_path / "store", chunk_samples=10)
+        assert (report.stored, report.failed, made.wrong) == (40, 0, 0)
+        assert time.time() < far.expires_at + 20
+    committed = [(receipt.chunk == held, receipt.committed_at) for receipt in Store.open(tmp_path / "store").receipts()]
+    first_of_held = min(at for of_held, at in committed if of_held)
+    assert first_of_held > far.expires_at
+    assert max(at for of_held, at in committed if not of_held) < first_of_held
 
 
 @pytest.mark.parametrize("labelled", [True, False])
