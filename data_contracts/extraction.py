@@ -9,6 +9,7 @@ from __future__ import annotations
 from data_contracts.record import Record
 
 FAILURES_FOLDER = "failures"
+RECHECKS_FOLDER = "rechecks"
 
 
 class SampleFailure(Record):
@@ -28,6 +29,25 @@ class ChunkFailures(Record):
     chunk_key: str
     stopped_by: str = ""
     failures: tuple[SampleFailure, ...] = ()
+
+
+class Recheck(Record):
+    """A sample that was extracted again: how far the second states were from the stored ones (`states_distance`).
+
+    `earlier`: it is from the beginning of the run, or from before it, and shows whether the engine still is the same.
+    """
+
+    state_key: str
+    distance: float
+    tolerance: float
+    earlier: bool = False
+
+
+class ChunkRechecks(Record):
+    """All comparisons that the runs of a chunk made: `STORE/plans/<dataset_id>/rechecks/<chunk_key>.json`."""
+
+    chunk_key: str
+    rechecks: tuple[Recheck, ...] = ()
 
 
 class ChunkResult(Record):

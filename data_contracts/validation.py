@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from data_contracts.extraction import Recheck
 from data_contracts.record import Record
 
 
@@ -39,6 +40,23 @@ class LayerStatistics(Record):
     ratio_over_run: tuple[float, ...] = ()
 
 
+class RecheckStatistics(Record):
+    """Samples that the extraction asked for a second time and compared with what is stored (`extraction.recheck_samples`).
+
+    `compared` in all, `earlier` of them from the beginning of the run (`Recheck`); `largest` distance of those that agreed, and the
+    `tolerance` that the canary calibrated (the largest, where runs differ). `differing` did not agree: they were extracted anew
+    until two extractions did, or are among the missing. `chunks_without`: chunks of the plan of which none was compared.
+    """
+
+    compared: int
+    earlier: int
+    largest: float
+    tolerance: float
+    chunks: int
+    chunks_without: int
+    differing: tuple[Recheck, ...] = ()
+
+
 class ValidationReport(Record):
     """`samples` counts dataset rows (or state files without a dataset); `errors` those with a finding or without a state."""
 
@@ -53,6 +71,7 @@ class ValidationReport(Record):
     seconds: float
     findings: tuple[Finding, ...] = ()
     layers: tuple[LayerStatistics, ...] = ()
+    rechecks: RecheckStatistics | None = None
 
 
 class FsckReport(Record):

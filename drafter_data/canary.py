@@ -25,10 +25,17 @@ from drafter_data.engines.base import Engine, PrefillRequest
 from drafter_data.errors import DumpMissing, EngineLost, InputError, PreflightRefused, RequestRefused, SampleError
 from drafter_data.extraction.sample import check_reply
 from drafter_data.safetensors_file import as_float32
-from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids, hash_and_check, relative_frobenius
+from drafter_data.verification import (
+    check_columns_distinct,
+    check_shape,
+    check_token_ids,
+    hash_and_check,
+    relative_frobenius,
+    states_distance,
+)
 
 TOLERANCE_FLOOR: dict[StateDtype, float] = {"F32": 1e-5, "F16": 5e-3, "BF16": 3e-2}
-"""Relative Frobenius distance that batching alone may cause: it changes the order of additions, and so bits."""
+"""Relative distance (`states_distance`) that batching alone may cause: it changes the order of additions, and so bits."""
 TOLERANCE_FACTOR = 4.0
 REFERENCE_TOLERANCE = 2e-2
 MOST_REFERENCE_BYTES = 2 << 30
@@ -79,11 +86,11 @@ class Canary:
             answers.append(answer := self._ask(self._prompt(length)))
             costs.observe(length, answer.seconds, 1)
             tokens += length
-        error = relative_frobenius(second.states_slh, first.states_slh)
+        error = states_distance(second.states_slh, first.states_slh)
         tolerance = max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
-                f"one prompt sent twice gave states {error:.2e} apart (relative Frobenius): the engine's dumps are not its own; "
+                f"one prompt sent twice gave states {error:.2e} apart (relative, worst layer): the engine's dumps are not its own; "
                 "disable the radix cache (--disable-radix-cache) and check the capture",
                 reason="canary-repeat-differs",
             )
@@ -102,11 +109,11 @@ class Canary:
         cut = len(ids_s) * 2 // 3
         if cut == 0:
             return
-        error = relative_frobenius(self._ask(ids_s[:cut]).states_slh, whole.states_slh[:cut])
+        error = states_distance(self._ask(ids_s[:cut]).states_slh, whole.states_slh[:cut])
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
-                f"the first {cut} tokens of a prompt gave states {error:.2e} apart (relative Frobenius) with and without the rest: "
-                "the dump's rows are not the tokens' (transposed, shifted or mixed); check the capture's layout",
+                f"the first {cut} tokens of a prompt gave states {error:.2e} apart (relative, worst layer) with and without "
+                "the rest: the dump's rows are not the tokens' (transposed, shifted or mixed); check the capture's layout",
                 reason="canary-beginning-differs",
             )
 

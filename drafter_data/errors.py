@@ -15,6 +15,7 @@ found and what to do next.
         * DumpRejected - a dump that is not what was asked for (rows, ids, proof, content, hostile file)
             * PassMixed - the request shared its forward pass with others: says nothing about the sample
     * EngineLost - the engine is dead or hung: the chunk fails resumable
+        * EngineChanged - it gives other states than it did earlier: the chunk is taken back
     * Interrupted - stopped on request, resumable
     * TooManyFailures - n samples failed in a row: the chunk stops, resumable
     * ChunkIncomplete - a chunk ran to its end with failed samples
@@ -106,6 +107,12 @@ class EngineLost(DrafterDataError):
     """The engine is dead or hung."""
 
     reason = "engine-lost"
+
+
+class EngineChanged(EngineLost):
+    """The engine gives other states than it did earlier."""
+
+    reason = "engine-changed"
 
 
 class Interrupted(DrafterDataError):

@@ -26,6 +26,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         # the engine
         "engine-lost": _ENGINE,
+        "engine-changed": f"start the engine as it was (model, layers, norm; the store's provenance.jsonl has its flags), {_THEN}",
         "engine-hung": f"the engine answers nothing: end it, read its log, start it again, {_THEN}",
         "engine-silent": f"the engine answers too late: look at its load, or raise the request timeout, {_THEN}",
         "engine-broke": _ENGINE,

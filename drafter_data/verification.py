@@ -128,3 +128,18 @@ def relative_frobenius(found: NDArray[np.float32], expected: NDArray[np.float32]
     if found.shape != expected.shape:
         return float("inf")
     return float(np.linalg.norm((found - expected).ravel()) / max(float(np.linalg.norm(expected.ravel())), 1e-30))
+
+
+def states_distance(found_slh: NDArray[np.float32], expected_slh: NDArray[np.float32]) -> float:
+    """How far two extractions of one prompt are apart: per layer the root mean square over the tokens of |found - expected| /
+    |expected|, and of these the largest. Infinite for different shapes or values that are not finite.
+
+    Each layer and each token counts alike. In one norm over everything the last layers and the first tokens (attention sinks), a
+    hundred times as large as others in many models, hide that an early layer is its neighbour or that most rows are another's.
+    """
+    if found_slh.shape != expected_slh.shape:
+        return float("inf")
+    apart_sl = np.linalg.norm(found_slh - expected_slh, axis=2).astype(np.float64)
+    size_sl = np.linalg.norm(expected_slh, axis=2).astype(np.float64)
+    worst = float(np.sqrt(np.mean(np.square(apart_sl / np.maximum(size_sl, 1e-30)), axis=0)).max(initial=0))
+    return worst if np.isfinite(worst) else float("inf")

@@ -16,16 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from data_contracts.extraction import FAILURES_FOLDER, ChunkFailures, ChunkResult, SampleFailure
+from data_contracts.extraction import FAILURES_FOLDER, ChunkFailures, ChunkResult, Recheck, SampleFailure
 from data_contracts.plan import Chunk
 from data_contracts.receipt import Receipt
-from drafter_data.errors import DrafterDataError, Interrupted, LeaseHeld, SampleError, StoreError, StoreFull, TooManyFailures
+from drafter_data.errors import (
+    DrafterDataError,
+    EngineChanged,
+    Interrupted,
+    LeaseHeld,
+    SampleError,
+    StoreError,
+    StoreFull,
+    TooManyFailures,
+)
+from drafter_data.extraction.rechecks import check_unchanged, record_rechecks
 from drafter_data.extraction.sample import SampleWork, Sent
 from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
 from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
 from drafter_data.safetensors_file import as_float32
-from drafter_data.verification import relative_frobenius
+from drafter_data.verification import states_distance
 
 LEASE_POLL_SECONDS = 1.0
 Outcome = tuple[Receipt, Sent] | SampleFailure
@@ -50,6 +60,7 @@ def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = 
                 run.write_down(told.reason)
                 raise told from error
             except DrafterDataError as error:
+                run.take_back()
                 run.write_down(error.reason)
                 raise
     except OSError as error:
@@ -83,6 +94,7 @@ class _ChunkRun:
         self._retried = 0
         self._works: dict[str, SampleWork] = {}
         self._rechecks: dict[str, Future[float]] = {}
+        self._compared: list[Recheck] = []
         record = read_failures(session.store.root, session.plan.dataset_id, chunk.key)
         self._before = {failure.state_key: failure for failure in record.failures} if record else {}
 
@@ -94,6 +106,7 @@ class _ChunkRun:
         session.check_space(sum(one.num_tokens for one in missing) * session.bytes_per_token)
         size = self._extract_missing(missing)
         rechecked = self._recheck()
+        self._check_engine()
         self.write_down("")
         return ChunkResult(
             chunk_index=chunk.index,
@@ -159,6 +172,7 @@ class _ChunkRun:
             return 0
         receipt, sent = outcome
         self._retried += receipt.attempts > 1
+        session.anchors.add(receipt.state_key)
         session.succeeded(receipt.tokens, sent.seconds, sent.in_flight)
         return receipt.bytes
 
@@ -192,11 +206,30 @@ class _ChunkRun:
                     session.store.discard({key: error.reason})
                     self._fail(self._works[key], error)
                     continue
+                self._compared.append(Recheck(state_key=key, distance=distance, tolerance=session.settings.tolerance))
                 if not distance <= session.settings.tolerance:
                     self._extract_anew(self._works[key], distance)
         finally:
             _end(self._rechecks.values())
         return len(self._rechecks)
+
+    def _check_engine(self) -> None:
+        """Compares a state of the run's beginning, and keeps what was compared. Raises EngineChanged."""
+        session, tolerance = self._session, self._session.settings.tolerance
+        if self._works and session.settings.extraction.recheck_samples:
+            try:
+                earlier = check_unchanged(session.store, session.anchors, self._distance, tolerance)
+            except EngineChanged:
+                session.engine_changed.set()
+                raise
+            self._compared += [earlier] if earlier is not None else []
+        record_rechecks(session.store.root, session.plan.dataset_id, self._chunk.key, self._compared)
+
+    def take_back(self) -> None:
+        """Where the engine has changed, what a chunk stored that did not come to its end may be of either kind."""
+        if self._session.engine_changed.is_set():
+            store = self._session.store
+            store.discard({key: EngineChanged.reason for key in self._works if key in store})
 
     def _extract_anew(self, work: SampleWork, distance: float) -> None:
         """One of two extractions is wrong and none can say which: the state leaves the store and must come twice alike."""
@@ -219,7 +252,7 @@ class _ChunkRun:
         self._fail(
             work,
             SampleError(
-                f"sample {work.state_key[:12]}: extracted again it differs by {again:.2e} (relative Frobenius), before by "
+                f"sample {work.state_key[:12]}: extracted again it differs by {again:.2e} (relative, worst layer), before by "
                 f"{distance:.2e}, tolerance {session.settings.tolerance:.2e}: the engine's dumps are not its own; see its flags",
                 reason="recheck-differs",
             ),
@@ -238,9 +271,7 @@ class _ChunkRun:
             try:
                 stored = session.store.read(work.state_key)
                 with np.errstate(all="ignore"):
-                    return relative_frobenius(
-                        as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype)
-                    )
+                    return states_distance(as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype))
             finally:
                 session.engine.release(again)
 

@@ -24,7 +24,7 @@ from drafter_data.extraction.patience import Patience
 from drafter_data.extraction.window import Window
 from drafter_data.safetensors_file import as_float32
 from drafter_data.store.store import Store
-from drafter_data.verification import check_columns_distinct, hash_and_check, relative_frobenius
+from drafter_data.verification import check_columns_distinct, hash_and_check, states_distance
 
 BACKOFF_SECONDS = 0.2
 MOST_BACKOFF_SECONDS = 10.0
@@ -48,7 +48,7 @@ class SampleWork:
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """How long and how often. `tolerance`: relative Frobenius distance of two extractions of one prompt."""
+    """How long and how often. `tolerance`: distance of two extractions of one prompt."""
 
     attempts: int
     dump_timeout_seconds: float
@@ -186,19 +186,19 @@ class SampleExtractor:
                 seen = "" if deviation is None else f"unlike the store's others ({deviation:.0f} deviations), and "
                 raise DumpRejected(
                     f"{label}: its states are {seen}not those of its first {beginning.tokens} tokens asked alone: they differ by "
-                    f"{distance:.2e} (relative Frobenius)",
+                    f"{distance:.2e} (relative, worst layer)",
                     reason="states-unlike",
                 )
         self._outliers.add(signature)
 
     def _distance(self, work: SampleWork, dump: ClaimedDump) -> float:
-        """Relative Frobenius distance of a new extraction to the beginning of a dump."""
+        """Distance of a new extraction to the beginning of a dump."""
         again = self.fetch(work).dump
         try:
             _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
             known_slh = as_float32(dump.states_slh[: work.tokens], dump.dtype)
             with np.errstate(all="ignore"):
-                return relative_frobenius(as_float32(again.states_slh, again.dtype), known_slh)
+                return states_distance(as_float32(again.states_slh, again.dtype), known_slh)
         finally:
             self._engine.release(again)
 

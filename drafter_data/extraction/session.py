@@ -23,6 +23,7 @@ from drafter_data.engines.connect import connect
 from drafter_data.errors import StateCorrupt, StoreFull
 from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
+from drafter_data.extraction.rechecks import Anchors
 from drafter_data.extraction.sample import SampleExtractor, SampleLimits
 from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
 from drafter_data.extraction.window import Window
@@ -56,6 +57,7 @@ class ExtractionSession:
 
     def __init__(self, settings: SessionSettings, engine: Engine | None = None) -> None:
         self.settings = settings
+        self.engine_changed = threading.Event()
         self.engine = engine or connect(settings.engine, request_timeout_seconds=settings.extraction.request_timeout_seconds)
         with ExitStack() as undo:
             undo.callback(self.engine.close)  # a dump folder that is still held would refuse the next try
@@ -67,6 +69,7 @@ class ExtractionSession:
         self.dataset = Dataset.open(settings.dataset)
         self.store = Store.open(settings.store, info.identity)
         undo.callback(self.store.close)
+        self.anchors = Anchors(self.store)
         self.store.sweep()
         self.plan: Plan = load_plan(settings.store, self.dataset.record.dataset_id)
         self.bytes_per_token = info.identity.bytes_per_token

@@ -121,6 +121,10 @@ class Store:
         """The receipt of a state, or None when it is not in the store."""
         return self._receipts.find(state_key)
 
+    def keys(self) -> Iterator[str]:
+        """State keys with a receipt, in no order."""
+        return self._receipts.keys()
+
     def __contains__(self, state_key: str) -> bool:
         return state_key in self._receipts
 

@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from data_contracts.plan import PLAN_FILE
+from data_contracts.extraction import SampleFailure
+from data_contracts.plan import PLAN_FILE, Plan
 from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding, ValidationReport
-from drafter_data.dataset import Dataset
+from drafter_data.dataset import Dataset, Sample
 from drafter_data.files import TEMPORARY_PREFIX, read_ahead
 from drafter_data.planning import load_plan, plan_folder
+from drafter_data.remedies import remedy
 from drafter_data.store.store import Store, is_state_name
+from drafter_data.validation.history import failures_of, recheck_statistics
 from drafter_data.validation.layer_sizes import layer_statistics
 from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.rows import check_row
@@ -60,7 +63,8 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
     started = time.monotonic()
     store.refresh()
     tally = _Tally(Counter())
-    samples = _check_rows(store, dataset, tally) if dataset is not None else len(store)
+    plan = _plan_of(store, dataset) if dataset is not None else None
+    samples = _check_rows(store, dataset, plan, tally) if dataset is not None else len(store)
     wanted = _wanted_receipts(store, dataset, tally)
     for checked in _checked(store, wanted, workers, learn_reference(store)):
         tally.take(checked)
@@ -76,6 +80,7 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
         seconds=time.monotonic() - started,
         findings=tuple(tally.findings),
         layers=layer_statistics(store.identity.layers, tally.rms),
+        rechecks=recheck_statistics(store, plan) if plan is not None else None,
     )
 
 
@@ -91,11 +96,16 @@ def check_receipts(store: Store, *, deep: bool, workers: int = 2) -> Iterator[Fi
             yield finding
 
 
-def _check_rows(store: Store, dataset: Dataset, tally: _Tally) -> int:
-    """Checks the dataset's rows and names those without a state; returns how many rows there are."""
+def _plan_of(store: Store, dataset: Dataset) -> Plan | None:
+    """The kept plan of a dataset over the store, if there is one."""
     planned = (plan_folder(store.root, dataset.record.dataset_id) / PLAN_FILE).is_file()
-    plan = load_plan(store.root, dataset.record.dataset_id) if planned else None
+    return load_plan(store.root, dataset.record.dataset_id) if planned else None
+
+
+def _check_rows(store: Store, dataset: Dataset, plan: Plan | None, tally: _Tally) -> int:
+    """Checks the dataset's rows and names those without a state, and why; returns how many rows there are."""
     excluded = {exclusion.sample_key for exclusion in plan.excluded} if plan is not None else set[str]()
+    failures = failures_of(store, plan) if plan is not None else {}
     rows = 0
     for sample in dataset.samples():
         rows += 1
@@ -108,17 +118,20 @@ def _check_rows(store: Store, dataset: Dataset, tally: _Tally) -> int:
         elif sample.sample_key not in excluded:
             tally.missing += 1
             tally.errors += 1
-            tally.findings.append(
-                Finding(
-                    reason="state-missing",
-                    state_key=sample.state_key,
-                    file=f"{dataset.rows_path} row {sample.row}",
-                    expected="a committed state",
-                    found="no receipt",
-                    remedy="run the extraction again: it brings what is missing",
-                )
-            )
+            tally.findings.append(_missing(sample, f"{dataset.rows_path} row {sample.row}", failures.get(sample.state_key)))
     return rows
+
+
+def _missing(sample: Sample, where: str, failure: SampleFailure | None) -> Finding:
+    why = "no receipt" if failure is None else f"no receipt; {failure.reason} after {failure.attempts} attempts: {failure.detail}"
+    return Finding(
+        reason="state-missing",
+        state_key=sample.state_key,
+        file=where,
+        expected="a committed state",
+        found=why,
+        remedy="run the extraction again: it brings what is missing" if failure is None else remedy(failure.reason),
+    )
 
 
 def _wanted_receipts(store: Store, dataset: Dataset | None, tally: _Tally) -> Iterator[Receipt]:
