@@ -66,8 +66,8 @@ demo-train: setup ## go on from `make demo` to an EAGLE-3 drafter trained by spe
 	@rm -rf .demo/train
 	@$(BIN)/python -m drafter_data.trainers.demo_train .demo/handoff .demo/train $(TRAINERS)/bin/python
 
-bench-handoff: setup-test ## links under 5 s for 10 GB, and conversion for SpecForge beside a plain copy (FOLDER=)
-	@$(BIN)/python -m benchmarks.handoff.bench_handoff $(or $(FOLDER),/var/tmp)
+bench-handoff: setup-test ## links under 5 s for 10 GB, and conversion for SpecForge beside cp + sync (FOLDER=)
+	@$(BIN)/python -m benchmarks.handoff.bench_handoff $(if $(FOLDER),--work $(FOLDER)) > /dev/null
 
 soak: setup-test ## 20,000 samples under all transient faults, client and engine killed at random, 10 minutes or more
 	@$(BIN)/python -m tests.faults.soak

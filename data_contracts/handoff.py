@@ -68,10 +68,11 @@ class TrainingPoint(Record):
 
 
 class Checkpoint(Record):
-    """A finished training job's result: `digest` is xxh3-128 hex over the weights file."""
+    """A finished training job's result: `digest` is xxh3-128 hex over the weights file, `curve` at most about a thousand points."""
 
     folder: str
     weights_file: str
     bytes: int
     digest: str
     metrics: dict[str, float] = {}
+    curve: tuple[TrainingPoint, ...] = ()

@@ -140,6 +140,12 @@ class HandoffParameters(Parameters):
         default="ridge", title="Trainer", description="`ridge` ships with the base install and ends in a real result."
     )
     launch: bool = Field(default=True, title="Start the training job", description="Off: the hand-off table shows its command.")
+    deployment: str = Field(
+        default="",
+        title="Training deployment",
+        description="`flow/deployment`, such as train/train, whose run trains elsewhere: it is given `handoff` (the folder) and "
+        "`command`. Empty: the job starts on this host, behind the option `submit` (such as `sbatch --wait --wrap`) if set.",
+    )
     validation_share: float = Field(
         default=0.1, ge=0, le=0.5, title="Held-out share", description="Of the prompts, chosen by a hash of their content."
     )

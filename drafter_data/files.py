@@ -36,6 +36,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(path: Path) -> None:
+    """Makes a file's bytes survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def atomic_path(final: Path, mode: int = 0o644) -> Generator[Path]:
     """Yields a temporary path beside `final`; on success it is synced and renamed, on any failure removed."""
@@ -44,8 +53,7 @@ def atomic_path(final: Path, mode: int = 0o644) -> Generator[Path]:
     try:
         yield temporary
         temporary.chmod(mode)
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
+        fsync_file(temporary)
         temporary.replace(final)
         fsync_folder(final.parent)
     except BaseException:
@@ -109,12 +117,17 @@ def start_writeback(descriptor: int, start: int, size: int) -> None:
         call(descriptor, start, size, _SYNC_FILE_RANGE_WRITE)
 
 
-def read_ahead(path: Path) -> None:
-    """Lets the disk begin with a file that is to be read soon. A hint: what is wrong with the file is for its reader to tell."""
+def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
+    """Lets the disk begin with a file that is to be read soon, or with its first and last bytes alone. A hint: what is wrong with
+    the file is for its reader to tell.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, 0, head_bytes, os.POSIX_FADV_WILLNEED)  # 0: to its end
+            if tail_bytes:
+                start = max(0, os.fstat(descriptor).st_size - tail_bytes)
+                os.posix_fadvise(descriptor, start, tail_bytes, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 

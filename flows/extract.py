@@ -63,6 +63,7 @@ def run_stages(
     """The table of contents."""
     workspace = Workspace.of(storage)
     workspace.prepare()
+    trainer.check_training(handoff)
     runs = list(source.runs) or merge.make_sample_runs(workspace, source.sample_count, source.seed)
     record = merge.merge_runs(workspace, runs, source)
     dataset = workspace.dataset_folder(record.dataset_id)
@@ -82,4 +83,4 @@ def run_stages(
     if not handoff.launch:
         return Completed(message=f"{manifest.samples:,} samples handed off to {manifest.trainer}; its job is yours to start")
     checkpoint = trainer.train(manifest, handoff)
-    return Completed(message=f"{manifest.samples:,} samples handed off; trained {checkpoint.weights_file}")
+    return Completed(message=f"{manifest.samples:,} samples handed off; trained {trainer.told(checkpoint)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -18,14 +18,18 @@ from drafter_data.errors import InputError
 from drafter_data.files import replace_link
 from drafter_data.gate import exclusions
 from drafter_data.planning import load_plan
+from drafter_data.report.training import read_curve
 from drafter_data.store.store import Store
+from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.job import JOB_LOG, job_command, run_job
+from drafter_data.trainers.limited_lines import LimitedLines
 from drafter_data.trainers.registry import trainer_named
 from drafter_data.units import gigabytes
 from drafter_data.workspace import Workspace
 from tasks.pages import TrainingPage
 from tasks.publishing import STAGE, publish_facts, run_logger, say
+from tasks.training_run import check_deployment, train_by_deployment
 
 POINT_SECONDS = 2.0
 
@@ -65,6 +69,13 @@ def give_to_trainer(
     return manifest
 
 
+def check_training(parameters: HandoffParameters) -> None:
+    """Refuses at the start of a run what its last stage would refuse. Raises UsageError."""
+    trainer_named(parameters.trainer)
+    if parameters.launch and parameters.deployment:
+        check_deployment(parameters.deployment)
+
+
 def in_a_free_folder(base: Path, make: Callable[[Path], HandoffManifest]) -> tuple[Path, HandoffManifest]:
     """Makes the hand-off in `base`, or beside it under the next number where `base` holds an older one of other states."""
     for number in count(1):
@@ -78,11 +89,32 @@ def in_a_free_folder(base: Path, make: Callable[[Path], HandoffManifest]) -> tup
 
 
 @task(name="train", task_run_name="train {manifest.trainer} on {manifest.samples:,} samples, {manifest.tokens:,} tokens", **STAGE)
-def train(manifest: HandoffManifest, parameters: HandoffParameters) -> Checkpoint:
-    """Starts the job in a process group of its own and watches it to its end. Publishes its curve and its result."""
-    logger, shown = run_logger(), [0.0]
+def train(manifest: HandoffManifest, parameters: HandoffParameters, command: Sequence[str] = ()) -> Checkpoint:
+    """Trains on this host, or by the deployment that the parameters name, to the job's end. Publishes its curve and its result."""
     trainer, options = trainer_named(parameters.trainer), options_of(parameters)
+    argv = list(command) or job_command(trainer, manifest, options)
     page = TrainingPage(handoff_facts(manifest, None, options))
+    if parameters.deployment:
+        checkpoint = train_elsewhere(trainer, manifest, parameters, argv, page)
+    else:
+        checkpoint = train_here(trainer, manifest, options, argv, page)
+    facts = handoff_facts(manifest, checkpoint, options)
+    publish_facts("hand-off", f"{manifest.samples:,} samples, trained", facts)
+    page.close(f"{manifest.trainer}: trained on {manifest.samples:,} samples{metrics_of(checkpoint)}", facts)
+    say(f"trained: {told(checkpoint)}")
+    return checkpoint
+
+
+def train_here(
+    trainer: Trainer, manifest: HandoffManifest, options: dict[str, str], argv: Sequence[str], page: TrainingPage
+) -> Checkpoint:
+    """Starts the job in a process group of its own and watches it; its lines go into the log, its points onto the page."""
+    logger, shown = run_logger(), [0.0]
+    lines = LimitedLines(logger.info)
+
+    def on_line(line: str) -> None:
+        if trainer.progress(line) is None:
+            lines.take(line)
 
     def on_point(point: TrainingPoint) -> None:
         page.take(point)
@@ -92,13 +124,37 @@ def train(manifest: HandoffManifest, parameters: HandoffParameters) -> Checkpoin
             logger.info("step %d: loss %.4g%s", point.step, point.loss, accuracy)
 
     log = Path(manifest.folder) / JOB_LOG
-    checkpoint = run_job(trainer, manifest, options, on_line=logger.debug, on_point=on_point, log=log)
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in checkpoint.metrics.items())
-    facts = handoff_facts(manifest, checkpoint, options)
-    publish_facts("hand-off", f"{manifest.samples:,} samples, trained", facts)
-    page.close(f"{manifest.trainer}: trained on {manifest.samples:,} samples{f', {metrics}' if metrics else ''}", facts)
-    logger.info("trained: %s (%s)", checkpoint.weights_file, metrics)
-    return checkpoint
+    try:
+        return run_job(trainer, manifest, options, on_line=on_line, on_point=on_point, log=log, command=argv)
+    finally:
+        lines.end()
+
+
+def train_elsewhere(
+    trainer: Trainer, manifest: HandoffManifest, parameters: HandoffParameters, argv: Sequence[str], page: TrainingPage
+) -> Checkpoint:
+    """Sends the job to another deployment and, when its run completed, looks at the checkpoint itself.
+
+    The curve is read from the hand-off's job.log, where the deployment's flow writes one (ours, `train`, does).
+    """
+    log = Path(manifest.folder) / JOB_LOG
+    started_at, log_bytes = time.time(), log.stat().st_size if log.is_file() else 0
+    train_by_deployment(parameters.deployment, manifest, argv)
+    checkpoint = trainer.finished(manifest, started_at)
+    curve = read_curve(manifest) if log.is_file() and log.stat().st_size > log_bytes else []
+    for point in curve:
+        page.take(point)
+    return checkpoint.model_copy(update={"curve": tuple(curve)})
+
+
+def told(checkpoint: Checkpoint) -> str:
+    """A checkpoint in one line: path, digest, metrics."""
+    return f"{checkpoint.weights_file} (xxh3-128 {checkpoint.digest}{metrics_of(checkpoint)})"
+
+
+def metrics_of(checkpoint: Checkpoint) -> str:
+    """`, name value` for each metric."""
+    return "".join(f", {name} {value:.4g}" for name, value in checkpoint.metrics.items())
 
 
 def options_of(parameters: HandoffParameters) -> dict[str, str]:
@@ -121,4 +177,4 @@ def handoff_facts(manifest: HandoffManifest, checkpoint: Checkpoint | None, opti
     if checkpoint is None:
         return facts
     metrics = {f"trained: {name}": f"{value:.4g}" for name, value in checkpoint.metrics.items()}
-    return facts | {"drafter": checkpoint.weights_file} | metrics
+    return facts | {"drafter": checkpoint.weights_file, "drafter's xxh3-128": checkpoint.digest} | metrics

@@ -20,9 +20,9 @@ from drafter_data.report.history import NOTHING_YET, History, Track, history_of_
 from drafter_data.report.pictures import extraction_picture, training_picture
 from drafter_data.report.seldom import Seldom
 from drafter_data.report.text import markdown_table
-from drafter_data.report.training import Curve
 from drafter_data.status import lease_statuses, plan_status
 from drafter_data.store.store import Store
+from drafter_data.trainers.curve import Curve
 from tasks.publishing import publish_page, run_logger, update_page
 
 REPORT_SECONDS = 5.0

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from data_contracts.parameters import EngineParameters
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines
 from drafter_data.dataset import Dataset
@@ -26,6 +27,8 @@ def adopt(
     dataset: Path | None = None,
     layers: Annotated[tuple[int, ...] | None, Parameter(consume_multiple=True)] = None,
     url: str | None = None,
+    kind: Literal["embedded", "sglang", "sglang-unlabelled", "vllm"] = "sglang",
+    dump_folder: Path | None = None,
     rechecks: int = 5,
     json: bool = False,
 ) -> int:
@@ -52,9 +55,13 @@ def adopt(
     layers
         Hugging Face indices of the stored layers, the final one last; EAGLE-3's by default.
     url
-        An engine that a few samples are extracted from again, to compare.
+        An engine that a few samples are extracted from again, to compare layer by layer.
+    kind
+        Which engine that is; embedded and sglang dumps carry labels.
+    dump_folder
+        Where it dumps; the folder that it names by default.
     rechecks
-        How many.
+        How many samples, evenly spread.
     json
         Print the report as JSON.
     """
@@ -67,7 +74,8 @@ def adopt(
         if url is None:
             report = adoption.run()
         else:
-            with engine_recheck(url, model, opened.identity) as recheck:
+            settings = EngineParameters(kind=kind, url=url, model=str(model), dump_folder=str(dump_folder) if dump_folder else None)
+            with engine_recheck(settings, opened.identity, verifier) as recheck:
                 report = adoption.run(recheck, rechecks)
     finally:
         opened.close()

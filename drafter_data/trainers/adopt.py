@@ -11,7 +11,7 @@ Tensor legend: S tokens, L stored layers, H hidden size, R positions looked at, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import DrafterDataError, DumpRejected, InputError
 from drafter_data.safetensors_file import as_float32
 from drafter_data.store.store import Store
+from drafter_data.trainers.adopt_recheck import Recheck
 from drafter_data.trainers.adopt_sources import EarlierExtraction, EarlierSample, EarlierState
 from drafter_data.trainers.layer_signature import LayerSignatures, norm_fault
 from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
@@ -73,7 +74,7 @@ class Adoption:
         self._signatures = LayerSignatures(len(store.identity.layers))
         self._rejected: list[Finding] = []
 
-    def run(self, recheck: Callable[[NDArray[np.int64], EarlierState], str | None] | None = None, rechecks: int = 0) -> AdoptReport:
+    def run(self, recheck: Recheck | None = None, rechecks: int = 0) -> AdoptReport:
         """Judges every sample, then commits those that hold. `recheck` extracts a prompt again and says what differs.
 
         Reads the source twice. Raises OSError or StoreFull when the store cannot take more; what was committed stays.
@@ -173,9 +174,7 @@ class Adoption:
                 kept.append(each)
         return kept
 
-    def _rechecked(
-        self, judged: list[_Judged], recheck: Callable[[NDArray[np.int64], EarlierState], str | None], count: int
-    ) -> list[_Judged]:
+    def _rechecked(self, judged: list[_Judged], recheck: Recheck, count: int) -> list[_Judged]:
         """Extracts `count` samples, evenly spread, again. One that differs is rejected; when all do, nothing can be adopted."""
         chosen = set(np.linspace(0, len(judged) - 1, min(count, len(judged))).astype(int).tolist())
         differing: set[int] = set()

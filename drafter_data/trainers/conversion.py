@@ -1,7 +1,9 @@
 """Writing a file a sample, in parallel, so that a killed conversion goes on where it stopped.
 
 A partial folder `.tmp-<name>.<request>` beside the final one holds what is done, and `converted.jsonl` names it with bytes and
-checksum: what that file names and what is on the disk as named is not written again. The folder is locked while it is worked on.
+checksum: what that file names and what is on the disk as named, bit for bit, is not written again. So nothing need be synced on the
+way: the disk works behind the writers, and all is synced before the folder gets its final name. The folder is locked while it is
+worked on.
 """
 
 from __future__ import annotations
@@ -14,17 +16,22 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
 from pydantic import ValidationError
 
 from data_contracts.plan import Exclusion
 from data_contracts.record import Record
 from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import DrafterDataError, InputError, LeaseHeld
-from drafter_data.files import TEMPORARY_PREFIX, atomic_path, fsync_folder, xxh3_of
+from drafter_data.files import TEMPORARY_PREFIX, fsync_file, fsync_folder, start_writeback, temporary_name, xxh3_of
 from drafter_data.trainers.folder import PROGRESS_FILE
 from drafter_data.trainers.selection import HandoffRow, exclusion_of
 
 _QUEUED_A_WORKER = 4
+_BLOCK_BYTES = 1 << 20
+_WRITEBACK_BYTES = 8 << 20
+
+Buffer = bytes | bytearray | memoryview
 
 
 class Converted(Record):
@@ -35,8 +42,45 @@ class Converted(Record):
     xxh3: str
 
 
-Write = Callable[[HandoffRow, Sample, Path], None]
-"""Writes the file of a row to a path. Raises DrafterDataError when the row's state is not what its receipt says."""
+class HashingFile:
+    """A new file that is hashed as it is written, while the bytes are in the cache; the disk begins with them at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._digest = xxhash.xxh3_128()
+        self._started = 0
+        self.bytes = 0
+
+    def write(self, data: Buffer) -> int:
+        """Appends all of `data`. Raises OSError."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = view[start : start + _BLOCK_BYTES]
+            self._digest.update(block)
+            self._append(block)
+        return len(view)
+
+    def _append(self, block: memoryview) -> None:
+        while block:
+            count = os.write(self._descriptor, block)
+            self.bytes += count
+            block = block[count:]
+        if self.bytes - self._started >= _WRITEBACK_BYTES:
+            start_writeback(self._descriptor, self._started, self.bytes - self._started)
+            self._started = self.bytes
+
+    def flush(self) -> None:
+        """Nothing is buffered; torch asks."""
+
+    def close(self) -> str:
+        """Closes the file and returns its xxh3-128 hex."""
+        start_writeback(self._descriptor, self._started, 0)
+        os.close(self._descriptor)
+        return self._digest.hexdigest()
+
+
+Write = Callable[[HandoffRow, Sample, HashingFile], None]
+"""Writes the file of a row. Raises DrafterDataError when the row's state is not what its receipt says."""
 
 
 @contextmanager
@@ -80,12 +124,18 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def convert_rows(
-    folder: Path, dataset: Dataset, rows: list[HandoffRow], file_of: Callable[[int], str], write: Write, workers: int
+    folder: Path,
+    dataset: Dataset,
+    rows: list[HandoffRow],
+    file_of: Callable[[int], str],
+    write: Write,
+    workers: int,
+    soon: Callable[[HandoffRow], None] = lambda _: None,
 ) -> tuple[dict[int, Converted], list[Exclusion]]:
     """Writes the file of every row and returns what was written, by place in `rows`, and the rows whose state failed its checks.
 
-    Each file is written under a temporary name, synced, renamed and then named in converted.jsonl. Memory is bounded by
-    `workers` states.
+    Each file is written under a temporary name, renamed and then named in converted.jsonl; on return all are synced. `soon` is told
+    of each row some way before it is written. Memory is bounded by `workers` states.
     """
     done = dict(_verified(folder))
     places = {row.row: n for n, row in enumerate(rows)}
@@ -109,6 +159,7 @@ def convert_rows(
         try:
             for sample in dataset.take(left):
                 n = places[sample.row]
+                soon(rows[n])
                 pending[pool.submit(_convert_one, folder, file_of(n), rows[n], sample, write)] = n
                 if len(pending) >= workers * _QUEUED_A_WORKER:
                     settle(wait(pending, return_when=FIRST_COMPLETED).done)
@@ -116,14 +167,34 @@ def convert_rows(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+        _sync(pool, [folder / each.file for each in converted.values()])
     return converted, excluded
 
 
 def _convert_one(folder: Path, name: str, row: HandoffRow, sample: Sample, write: Write) -> Converted:
     path = folder / name
-    with atomic_path(path) as temporary:
-        write(row, sample, temporary)
-    return Converted(file=name, bytes=path.stat().st_size, xxh3=xxh3_of(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        file = HashingFile(temporary)
+        try:
+            write(row, sample, file)
+        finally:
+            digest = file.close()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return Converted(file=name, bytes=file.bytes, xxh3=digest)
+
+
+def _sync(pool: ThreadPoolExecutor, paths: list[Path]) -> None:
+    """Makes files, and the folders that name them, durable; most of their bytes have reached the disk by now."""
+    for _ in pool.map(fsync_file, paths):
+        pass
+    for parent in sorted({path.parent for path in paths}):
+        fsync_folder(parent)
+        fsync_folder(parent.parent)
 
 
 def _verified(folder: Path) -> Iterator[tuple[str, Converted]]:

@@ -6,6 +6,8 @@ Usage: python -m drafter_data.trainers.demo_train HANDOFF OUT TRAINER_PYTHON
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -34,21 +36,39 @@ SPECULATORS_OPTIONS = {
 """Enough for the demo's small model: a few minutes on two cores."""
 
 
-def train_both(demo: Path, out: Path, python: Path, console: Console) -> Table:
-    """Trains ridge and speculators on the demo's rows and returns the table of what they reached. Raises DrafterDataError."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a trainer reached: mean losses of its first and last steps, held-out top-1 agreement where it measured that."""
+
+    trainer: str
+    first_loss: float
+    last_loss: float
+    agreement: float | None
+    checkpoint: Checkpoint
+
+
+def train_both(demo: Path, out: Path, python: Path, say: Callable[[str], None], **changes: str) -> list[Outcome]:
+    """Trains ridge and speculators on the demo's rows; `changes` to SPECULATORS_OPTIONS. Raises DrafterDataError."""
     made = read_manifest(demo)
-    table = Table("trainer", "loss, first steps", "loss, last steps", "held-out top-1 agreement", "checkpoint")
-    for name, options in (("ridge", {}), ("speculators", {**SPECULATORS_OPTIONS, "python": str(python)})):
+    outcomes: list[Outcome] = []
+    for name, options in (("ridge", {}), ("speculators", {**SPECULATORS_OPTIONS, "python": str(python), **changes})):
         manifest = _hand_off(name, made, out / name, options)
+        say(f"{name}: {manifest.train_samples} samples to train on, {manifest.validation_samples} held out")
         points: list[TrainingPoint] = []
-        console.print(f"{name}: {manifest.train_samples} samples to train on, {manifest.validation_samples} held out")
         checkpoint = _run(name, manifest, options, points)
         losses = [point.loss for point in points]
         few = max(1, min(10, len(losses) // 4))
-        first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
         agreement = checkpoint.metrics.get("held_out_agreement")
-        told = "not its best epoch" if agreement is None else f"{agreement:.1%}"
-        table.add_row(name, f"{first:.4g}", f"{last:.4g}", told, checkpoint.folder)
+        outcomes.append(Outcome(name, sum(losses[:few]) / few, sum(losses[-few:]) / few, agreement, checkpoint))
+    return outcomes
+
+
+def table_of_outcomes(outcomes: list[Outcome]) -> Table:
+    """The report. The losses are of different kinds: each is to be compared with its own start, the agreements with each other."""
+    table = Table("trainer", "loss, first steps", "loss, last steps", "held-out top-1 agreement", "checkpoint")
+    for one in outcomes:
+        agreement = "not its best epoch" if one.agreement is None else f"{one.agreement:.1%}"
+        table.add_row(one.trainer, f"{one.first_loss:.4g}", f"{one.last_loss:.4g}", agreement, one.checkpoint.folder)
     return table
 
 
@@ -81,7 +101,7 @@ def main() -> int:
     demo, out, python = (Path(argument) for argument in sys.argv[1:4])
     console = Console(width=width_of(sys.stdout), markup=False)
     try:
-        console.print(train_both(demo, out, python, console))
+        console.print(table_of_outcomes(train_both(demo, out, python, console.print)))
     except DrafterDataError as error:
         Console(stderr=True).print(f"{error.reason}: {error}", markup=False)
         return error.exit_code

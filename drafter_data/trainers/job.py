@@ -6,12 +6,13 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
 from drafter_data.errors import TrainingFailed
 from drafter_data.trainers.base import Trainer
+from drafter_data.trainers.curve import Curve
 from drafter_data.trainers.job_process import JobProcess
 from drafter_data.trainers.options import whole_number
 
@@ -47,24 +48,30 @@ def run_job(
     on_line: Callable[[str], None],
     on_point: Callable[[TrainingPoint], None],
     log: Path,
+    command: Sequence[str] = (),
 ) -> Checkpoint:
-    """Runs the job to its end, in its own process group, with its output at the end of `log`.
+    """Runs the job to its end, in its own process group, with its output at the end of `log`. `command`: instead of job_command's.
 
     Whatever ends this call early (a cancel, an exception of a callback, SIGKILL of this process) ends the whole group. Raises
     TrainingFailed with the log's tail: `never-started` (no such program, or not a line in the allowed time), `silent` (no further
     line in that time), `killed` (by a signal), `exit-status`, `nan-loss` (whatever the exit status; the job is ended at once), and
     what `trainer.finished` finds: `no-checkpoint`, `stale-checkpoint`, `bad-checkpoint`.
     """
-    command = job_command(trainer, manifest, options)
-    started_at = time.time()
-    job = JobProcess(command, log)
+    argv = list(command) or job_command(trainer, manifest, options)
+    started_at, curve = time.time(), Curve()
+
+    def keep(point: TrainingPoint) -> None:
+        curve.take(point)
+        on_point(point)
+
+    job = JobProcess(argv, log)
     try:
-        _watch(job, trainer, silence_limit_seconds(manifest, options), on_line, on_point)
+        _watch(job, trainer, silence_limit_seconds(manifest, options), on_line, keep)
         _check_status(job.end())
-        return trainer.finished(manifest, started_at)
+        return trainer.finished(manifest, started_at).model_copy(update={"curve": tuple(curve.points())})
     except TrainingFailed as error:
         job.end()
-        told = f"{error}\n  command: {shlex.join(command)}\n  log {log} ends with:\n{job.tail()}"
+        told = f"{error}\n  command: {shlex.join(argv)}\n  log {log} ends with:\n{job.tail()}"
         raise TrainingFailed(f"trainer {trainer.name}: {told}", reason=error.reason) from error
     finally:
         job.end()

@@ -54,7 +54,7 @@ class JobProcess:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def new_lines(self, *, last: bool = False) -> list[str]:
-        """What the job has written since the last call, in whole lines; of a line that was drawn over, its last state.
+        """What the job has written since the last call, in whole lines (see shown_line).
 
         `last` says that no more will come: the rest of the file is read, and an unfinished line counts.
         """
@@ -66,7 +66,7 @@ class JobProcess:
         if last and self._partial:
             whole.append(self._partial)
             self._partial = b""
-        return [line.rstrip().rpartition(b"\r")[2].decode(errors="replace") for line in whole]
+        return [shown_line(line) for line in whole]
 
     def end(self, grace_seconds: float = STOP_SECONDS) -> int:
         """Ends what is left of the group, SIGTERM first, and returns the job's exit status, negative for a signal."""
@@ -90,3 +90,8 @@ class JobProcess:
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def shown_line(line: bytes) -> str:
+    """What a terminal would show of a line in the end: of one that was drawn over, its last state."""
+    return line.rstrip().rpartition(b"\r")[2].decode(errors="replace")

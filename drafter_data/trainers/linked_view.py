@@ -16,14 +16,14 @@ from data_contracts.handoff import FILES_FILE, HandoffManifest, SpaceNeed
 from data_contracts.plan import Exclusion
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.dataset import Dataset
-from drafter_data.errors import GateClosed, IdentityMismatch
+from drafter_data.errors import GateClosed, IdentityMismatch, InputError
 from drafter_data.files import write_atomic
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import write_arrow_dataset
 from drafter_data.trainers.card import write_card
 from drafter_data.trainers.folder import building, files_table, link_state, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.options import fraction, is_true, whole_number
-from drafter_data.trainers.selection import Selection, Verifier, select_rows
+from drafter_data.trainers.selection import Selection, Verifier, nothing_left, select_rows
 from drafter_data.trainers.vocabulary import count_supervised, write_vocabulary
 
 DATA_FOLDER = "data"
@@ -52,11 +52,17 @@ def model_of_store(model: Path, store: Store) -> Checkpoint:
 
 
 def select_for(
-    dataset: Dataset, store: Store, model: Checkpoint, exclusions: tuple[Exclusion, ...], options: Mapping[str, str]
+    dataset: Dataset,
+    store: Store,
+    model: Checkpoint,
+    exclusions: tuple[Exclusion, ...],
+    options: Mapping[str, str],
+    *,
+    read_whole: bool | None = None,
 ) -> Selection:
     """The rows that a trainer may see, by the options `validation_share`, `verify_all` and `max_error_rate`.
 
-    Raises GateClosed when more rows fail here, after the gate, than that share.
+    `read_whole` as in select_rows. Raises GateClosed or InputError as refuse_selection does.
     """
     selection = select_rows(
         dataset,
@@ -64,8 +70,20 @@ def select_for(
         Verifier(model.vocab_size, model.final_norm()),
         exclusions=exclusions,
         validation_share=fraction(options, "validation_share", 0.1),
-        verify_all=is_true(options, "verify_all"),
+        read_whole=True if is_true(options, "verify_all") and read_whole is None else read_whole,
     )
+    refuse_selection(selection, dataset, store, exclusions, options)
+    return selection
+
+
+def refuse_selection(
+    selection: Selection, dataset: Dataset, store: Store, exclusions: tuple[Exclusion, ...], options: Mapping[str, str]
+) -> None:
+    """Raises GateClosed when more rows failed here, after the gate, than the option `max_error_rate` allows, and InputError
+    (`nothing-to-hand-off`) when fewer than two remain: one to learn from and one to hold out.
+    """
+    if not selection.train or not selection.validation:
+        raise InputError(nothing_left(selection, dataset, store), reason="nothing-to-hand-off")
     known = {exclusion.sample_key for exclusion in exclusions}
     failed = [exclusion for exclusion in selection.exclusions if exclusion.sample_key not in known]
     if len(failed) > fraction(options, "max_error_rate", 0.0, or_one=True) * dataset.record.rows:
@@ -75,7 +93,6 @@ def select_for(
             + ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
             + f"), for example: {failed[0].detail}; extract them again, or allow the share that you accept (max_error_rate)"
         )
-    return selection
 
 
 def write_linked_view(

@@ -9,8 +9,8 @@ R tokens looked at, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,8 @@ from data_contracts.plan import Exclusion
 from data_contracts.receipt import Receipt
 from drafter_data.checkpoints import RmsNorm
 from drafter_data.dataset import Dataset, Sample
-from drafter_data.errors import DrafterDataError, InputError, SampleError
+from drafter_data.errors import DrafterDataError, SampleError
+from drafter_data.files import read_ahead
 from drafter_data.safetensors_file import TensorFile, as_float32
 from drafter_data.store.store import Store
 from drafter_data.trainers.layer_signature import LayerSignatures, norm_fault
@@ -31,6 +32,8 @@ from drafter_data.verification import check_columns_distinct, check_shape, check
 
 Split = Literal["train", "validation"]
 _ROWS_LOOKED_AT = 3
+_HEADER_BYTES = 4096
+_FILES_AHEAD, _WHOLE_FILES_AHEAD = 64, 4
 READ_WHOLE_UP_TO_BYTES = 2_000_000_000
 """A dataset whose states take less is read whole, in a second or two, whatever its receipts say."""
 
@@ -88,19 +91,20 @@ def select_rows(
     *,
     exclusions: Iterable[Exclusion] = (),
     validation_share: float = 0.1,
-    verify_all: bool = False,
+    read_whole: bool | None = None,
 ) -> Selection:
     """Checks every row of the dataset against its state and its receipt, and splits those that pass.
 
-    With `verify_all`, or below READ_WHOLE_UP_TO_BYTES, every state file is read whole. Raises InputError
-    (`nothing-to-hand-off`) when fewer than two rows remain: one to learn from and one to hold out.
+    `read_whole`: whether every state file is read whole here (no: the caller does it later). None: those that were written to since
+    their receipts, and of a dataset of up to READ_WHOLE_UP_TO_BYTES all.
     """
     given = {exclusion.sample_key: exclusion for exclusion in exclusions}
-    read_whole = verify_all or state_bytes(dataset, store) <= READ_WHOLE_UP_TO_BYTES
+    if read_whole is None and state_bytes(dataset, store) <= READ_WHOLE_UP_TO_BYTES:
+        read_whole = True
     checks = _Checks(store, verifier, LayerSignatures(len(store.identity.layers)), read_whole)
     rows: list[HandoffRow] = []
     excluded: list[Exclusion] = []
-    for sample in dataset.samples():
+    for sample in checks.read_ahead(dataset.samples()):
         if sample.sample_key in given:
             excluded.append(given[sample.sample_key])
             continue
@@ -117,12 +121,9 @@ def select_rows(
         if row.sample_key in out_of_order
     ]
     rows = _hold_out_at_least_one([row for row in rows if row.sample_key not in out_of_order])
-    selection = Selection(
+    return Selection(
         sorted(rows, key=lambda row: (row.split, row.sample_key)), sorted(excluded, key=lambda exclusion: exclusion.sample_key)
     )
-    if not selection.train or not selection.validation:
-        raise InputError(_nothing_left(selection, dataset, store), reason="nothing-to-hand-off")
-    return selection
 
 
 @dataclass
@@ -130,7 +131,21 @@ class _Checks:
     store: Store
     verifier: Verifier
     signatures: LayerSignatures
-    read_whole: bool
+    read_whole: bool | None
+
+    def read_ahead(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Yields the samples in their order while the disk reads what the next ones will be checked by: one wait after the other
+        for a cold disk takes many times as long.
+        """
+        tail_bytes = _ROWS_LOOKED_AT * self.store.identity.bytes_per_token
+        coming: deque[Sample] = deque()
+        for sample in samples:
+            head_bytes = 0 if self.read_whole else _HEADER_BYTES + sample.tokens * 8
+            read_ahead(self.store.path_of(sample.state_key), head_bytes, tail_bytes)
+            coming.append(sample)
+            if len(coming) > (_WHOLE_FILES_AHEAD if self.read_whole else _FILES_AHEAD):
+                yield coming.popleft()
+        yield from coming
 
     def check(self, sample: Sample) -> Receipt:
         """The receipt of a sample that may be trained on; raises SampleError, MalformedFile or OSError with the reason."""
@@ -150,7 +165,7 @@ class _Checks:
             )
         with TensorFile.open(path) as file:
             self._check_content(file, sample, label)
-            if self.read_whole or status.st_mtime > receipt.committed_at:
+            if self.read_whole or (self.read_whole is None and status.st_mtime > receipt.committed_at):
                 check_whole(file, path, receipt, label)
         return receipt
 
@@ -244,7 +259,8 @@ def exclusion_of(sample_key: str, state_key: str, error: Exception) -> Exclusion
     return Exclusion(sample_key=sample_key, state_key=state_key, kind="failed", reason=reason, detail=detail[:500])
 
 
-def _nothing_left(selection: Selection, dataset: Dataset, store: Store) -> str:
+def nothing_left(selection: Selection, dataset: Dataset, store: Store) -> str:
+    """What to say when nothing can be handed off, with the reasons counted."""
     reasons = Counter(exclusion.reason for exclusion in selection.exclusions)
     listed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none was excluded"
     return (

@@ -18,24 +18,29 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
+
+import numpy as np
 
 from data_contracts.handoff import FILES_FILE, Checkpoint, HandoffManifest, SpaceNeed, TrainingPoint
 from data_contracts.plan import Exclusion
 from drafter_data.checkpoints import Checkpoint as Model
 from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import IdentityMismatch, TrainingFailed, UsageError
-from drafter_data.files import write_atomic, xxh3_of
+from drafter_data.files import read_ahead, write_atomic, xxh3_of
 from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
 from drafter_data.trainers.card import write_card
-from drafter_data.trainers.conversion import convert_rows, resuming
+from drafter_data.trainers.conversion import HashingFile, convert_rows, resuming
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER, files_table, make_manifest, request_of, same_handoff, seal
-from drafter_data.trainers.linked_view import model_of_store, select_for
+from drafter_data.trainers.linked_view import model_of_store, refuse_selection, select_for
 from drafter_data.trainers.options import environment_prefix, on_cpu, whole_number
 from drafter_data.trainers.selection import HandoffRow, Selection, check_whole, state_bytes
 from drafter_data.trainers.specforge_config import RUN_ID, draft_config, write_target, write_vocab_mapping, yaml_config
@@ -44,6 +49,7 @@ from drafter_data.trainers.vocabulary import count_supervised
 
 CONFIG_FILE = "specforge.yaml"
 _ROWS_A_FOLDER = 2000
+_BLOCK_VALUES = 1 << 18
 _CPU_SETTINGS = {
     "training.fsdp_sharding": "NO_SHARD",
     "training.attention_backend": "sdpa",
@@ -84,13 +90,14 @@ class SpecForgeTrainer:
             )
         require_torch()
         checkpoint = model_of_store(model, store)
-        selection = select_for(dataset, store, checkpoint, exclusions, options)
+        selection = select_for(dataset, store, checkpoint, exclusions, options, read_whole=False)  # the conversion reads them whole
         request = request_of(self.name, dataset, store, selection, model, options)
         existing = same_handoff(out, request)
         if existing is not None:
             return existing
         with resuming(out, request) as folder:
             selection, table = _convert(folder, dataset, store, selection, checkpoint, options)
+            refuse_selection(selection, dataset, store, exclusions, options)
             write_atomic(folder / FILES_FILE, table)
             manifest = make_manifest(
                 self.name, out, dataset, store, selection, request=request, model=model, table=table, options=options
@@ -150,7 +157,8 @@ def _convert(
         return f"{part}/rows_{first:08d}-{first + _ROWS_A_FOLDER:08d}/data_{place:08d}.ckpt"
 
     workers = whole_number(options, "workers") or min(8, len(os.sched_getaffinity(0)))
-    converted, excluded = convert_rows(folder, dataset, selection.rows, file_of, writer.write, workers)
+    with _settings_of_torch():
+        converted, excluded = convert_rows(folder, dataset, selection.rows, file_of, writer.write, workers, writer.read_ahead)
     kept = sorted(converted)
     rows = [replace(selection.rows[n], bytes=converted[n].bytes, xxh3=converted[n].xxh3) for n in kept]
     both = sorted([*selection.exclusions, *excluded], key=lambda exclusion: exclusion.sample_key)
@@ -167,8 +175,13 @@ class SampleWriter:
         self._torch, _ = require_torch()
         self._norm = VerifierNorm(model, store.identity.dtype) if store.identity.final_norm == "pre" else None
         self._dtype = self._torch.bfloat16 if states_dtype == "bfloat16" else None
+        self._buffers = _Buffers()
 
-    def write(self, row: HandoffRow, sample: Sample, path: Path) -> None:
+    def read_ahead(self, row: HandoffRow) -> None:
+        """Lets the disk begin with a state that is to be converted soon."""
+        read_ahead(self._store.path_of(row.state_key))
+
+    def write(self, row: HandoffRow, sample: Sample, out: HashingFile) -> None:
         """Raises SampleError, MalformedFile or StateCorrupt when the state is not what its receipt says."""
         receipt = self._store.find(row.state_key)
         assert receipt is not None, "selected rows have receipts"
@@ -176,22 +189,55 @@ class SampleWriter:
         with TensorFile.open(source) as file:
             check_whole(file, source, receipt, f"sample {row.sample_key[:12]}")
             states_slh = as_torch(file.array("hidden_states"), receipt.dtype)
-            with path.open("wb") as handle:
-                self._torch.save(self._tensors(states_slh, sample), handle)
+            self._torch.save(self._tensors(states_slh, sample), out)
 
     def _tensors(self, states_slh: Any, sample: Sample) -> dict[str, Any]:
-        tokens = sample.tokens
-        final_sh = states_slh[:, -1]
-        final_sh = self._norm(final_sh) if self._norm else final_sh.clone()
-        aux_sh = states_slh[:, :-1].reshape(tokens, -1)
-        if self._dtype is not None:
-            aux_sh, final_sh = aux_sh.to(self._dtype), final_sh.to(self._dtype)
+        tokens, layers, hidden = states_slh.shape
+        dtype = self._dtype or states_slh.dtype
+        aux_sh = self._buffers.tensor(0, (tokens, (layers - 1) * hidden), dtype)
+        aux_sh.view(tokens, layers - 1, hidden).copy_(states_slh[:, :-1])
+        final_sh = self._buffers.tensor(1, (tokens, hidden), dtype)
+        step = max(1, _BLOCK_VALUES // hidden)
+        for start in range(0, tokens, step):  # the norm works in float32, in several passes: blocks of it stay in the cache
+            rows_rh = states_slh[start : start + step, -1]
+            final_sh[start : start + step] = self._norm(rows_rh) if self._norm else rows_rh
         return {
             "input_ids": self._torch.from_numpy(sample.input_ids_s.astype("int64")),
             "loss_mask": self._torch.from_numpy(sample.loss_mask_s.astype("int64")),
-            "aux_hidden_state": aux_sh[None].contiguous(),
-            "hidden_state": final_sh[None].contiguous(),
+            "aux_hidden_state": aux_sh[None],
+            "hidden_state": final_sh[None],
         }
+
+
+class _Buffers(threading.local):
+    """Memory that each worker uses again for every sample: fresh memory of this size costs as much as the copy into it."""
+
+    def __init__(self) -> None:
+        self._arrays = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+
+    def tensor(self, which: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A torch tensor over a buffer; its storage, which is what torch.save writes, is of exactly its size."""
+        torch, _ = require_torch()
+        size = prod(shape) * dtype.itemsize
+        if len(self._arrays[which]) < size:
+            self._arrays[which] = np.empty(size, np.uint8)
+        return torch.from_numpy(self._arrays[which][:size]).view(dtype).view(shape)
+
+
+@contextmanager
+def _settings_of_torch() -> Generator[None]:
+    """One thread in each operation, since samples are converted side by side; no CRC-32 in the files, which torch.load does not
+    read, which takes longer than all else, and beside which the hand-off has its own checksums.
+    """
+    torch, _ = require_torch()
+    threads, checksums = torch.get_num_threads(), torch.serialization.get_crc32_options()
+    torch.set_num_threads(1)
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.serialization.set_crc32_options(checksums)
 
 
 def _write_settings(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import requests
 
 from drafter_data.dataset import Dataset
+from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 from flows.local.following import artifact, follow, logs, read_run, send
 from flows.local.services import Services
 from tests.flows.conftest import parameters, write_run
+from tests.flows.test_resuming import wait_for
+from tests.trainers.test_job import is_running
 
 LIMIT_SECONDS = 240.0
 
@@ -24,6 +30,11 @@ def ended(services: Services, run_id: str) -> dict[str, object]:
 def flow_name(services: Services, run_id: str) -> str:
     flow_id = read_run(services, run_id)["flow_id"]
     return requests.get(f"{services.api}/flows/{flow_id}", timeout=30).json()["name"]
+
+
+def runs_of_flow(services: Services, flow: str) -> list[dict[str, Any]]:
+    found = requests.post(f"{services.api}/flow_runs/filter", json={"flows": {"name": {"any_": [flow]}}}, timeout=30)
+    return found.json()
 
 
 def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(services: Services, tmp_path: Path) -> None:
@@ -38,8 +49,10 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
 
     chunk = {"dataset": str(tmp_path / "other/dataset"), "store": str(tmp_path / "other/store"), "index": 0, "keep_free_gb": 0.01}
     on_hosts = {"fan_out": "deployment", "chunk_samples": 12}
+    elsewhere = {"launch": True, "deployment": "train/train"}
+    full = parameters(run, tmp_path / "full", extraction=on_hosts, handoff=elsewhere)
     sent = {
-        "extract": send(services, "extract/extract-100k", parameters(run, tmp_path / "full", extraction=on_hosts)),
+        "extract": send(services, "extract/extract-100k", full),
         "extract-chunk": send(services, "extract-chunk", {"chunk": chunk}),
         "refresh": send(services, "nightly-refresh", parameters(run, tmp_path / "refreshed")),
     }
@@ -60,6 +73,54 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
     assert all(published.values())
     facts = {row["what"]: row["value"] for row in (published["hand-off"] or {})["rows"]}
     assert Path(facts["drafter"]).is_file()
+    assert xxh3_of(Path(facts["drafter"])) == facts["drafter's xxh3-128"] in str(read_run(services, short)["state"]["message"])
+
+    assert [line for line in logs(services, short) if str(line["message"]).startswith("done ")], "the job's own lines"
+
+    facts = {row["what"]: row["value"] for row in (artifact(services, sent["extract"], "hand-off") or {})["rows"]}
+    assert Path(facts["drafter"]).is_relative_to((tmp_path / "full/handoff").resolve()), "trained by the other deployment"
+    assert xxh3_of(Path(facts["drafter"])) == facts["drafter's xxh3-128"]
+    (trained,) = runs_of_flow(services, "train")
+    assert trained["state_type"] == "COMPLETED"
+    assert trained["parameters"]["handoff"] == str((tmp_path / "full/handoff").resolve())
+    assert shlex.join(trained["parameters"]["command"]) == facts["command"]
+    again = send(services, "train/train", {"handoff": trained["parameters"]["handoff"], "command": ["false"]})
+    failed = ended(services, again)
+    assert failed["state_type"] == "FAILED"
+    assert str(failed["state"]["message"]).startswith("exit-status: trainer ridge")  # type: ignore[index]
+
+
+def test_training_deployment_that_is_not_there_or_takes_something_else_is_refused_before_anything_is_done(
+    services: Services, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run.jsonl", 12)
+    for name, told in (
+        ("train/nowhere", "the Prefect server has none"),
+        ("refresh/nightly-refresh", "its flow has no parameter command"),
+    ):
+        given = parameters(run, tmp_path / "work", handoff={"launch": True, "deployment": name})
+        refused = ended(services, send(services, "extract-100k", given))
+        assert refused["state_type"] == "FAILED"
+        assert told in str(refused["state"]["message"])  # type: ignore[index]
+        assert not (tmp_path / "work/dataset").exists()
+
+
+def test_cancel_while_another_deployment_trains_cancels_its_run_and_ends_the_whole_job(services: Services, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    job = (
+        "import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} '); time.sleep(600)"
+    )
+    elsewhere = {"launch": True, "deployment": "train/train", "options": {"submit": shlex.join([sys.executable, "-c", job])}}
+    run = write_run(tmp_path / "run.jsonl", 12)
+    run_id = send(services, "extract-100k", parameters(run, tmp_path / "work", handoff=elsewhere))
+    wait_for(lambda: pids.is_file() and pids.read_text().endswith(" "))
+    state = {"type": "CANCELLING", "name": "Cancelling"}
+    requests.post(f"{services.api}/flow_runs/{run_id}/set_state", json={"state": state}, timeout=30).raise_for_status()
+
+    assert ended(services, run_id)["state_type"] == "CANCELLED"
+    wait_for(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+    wait_for(lambda: "CANCELLED" in {run["state_type"] for run in runs_of_flow(services, "train")})
 
 
 def test_bad_input_through_the_worker_fails_with_one_line_and_no_traceback(services: Services, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from drafter_data.dataset import Dataset
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.llama import Llama
+from drafter_data.store.store import Store
 from tests.support.engines import running_engine
-from tests.trainers.world import own_answers
+from tests.trainers.test_defects import DEFECTS, damage, forge_receipt
+from tests.trainers.world import World, own_answers
 
 SAMPLES = 200
 
@@ -43,6 +47,29 @@ def trainer_python() -> Path:
     if done.returncode:
         pytest.fail(f"setup.sh failed: {done.stderr[-1500:]}")
     return folder / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """The same with one sample spoilt in each way that the trainers' readers let through: reasons that may be given, by sample."""
+
+    world: World
+    expected: dict[str, set[str]]
+
+
+@pytest.fixture(scope="session")
+def damaged(pipeline: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Damaged:
+    store = tmp_path_factory.mktemp("damaged") / "store"
+    shutil.copytree(pipeline.store, store)
+    world = World(pipeline.model, Dataset.open(pipeline.dataset), Store.open(store))
+    expected: dict[str, set[str]] = {}
+    for n, (name, defect) in enumerate(DEFECTS.items()):
+        for row, forged in ((7 * n, False), (7 * n + 3, True)):
+            path = damage(world, row, name)
+            if forged:
+                forge_receipt(world.store, path.stem)
+            expected[world.key(row)] = defect.forged_as if forged else defect.caught_as
+    return Damaged(world, expected)
 
 
 @pytest.fixture(scope="session")

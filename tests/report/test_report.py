@@ -23,8 +23,8 @@ from drafter_data.report.drawing import BLUE, GREEN, RED, embedded
 from drafter_data.report.history import MOST_POINTS, NOTHING_YET, Track, history_of_receipts
 from drafter_data.report.seldom import Seldom
 from drafter_data.report.text import bar, markdown_table, sparkline
-from drafter_data.report.training import MOST_POINTS as MOST_TRAINING_POINTS
-from drafter_data.report.training import Curve
+from drafter_data.trainers.curve import MOST_POINTS as MOST_TRAINING_POINTS
+from drafter_data.trainers.curve import Curve
 
 LARGEST_PNG_BYTES = 60_000
 RATE = 1000.0

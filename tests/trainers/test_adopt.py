@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -23,8 +23,11 @@ from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.adopt import Adoption, AdoptReport, identity_for
 from drafter_data.trainers.adopt_sources import EarlierExtraction, open_req_folders, open_specforge, open_speculators
+from drafter_data.trainers.handoff import hand_off
+from drafter_data.trainers.registry import trainer_named
 from tests.store.making import key_of
-from tests.trainers.world import LAYERS, Row, own_answers
+from tests.support.engines import RunningEngine, running_engine
+from tests.trainers.world import LAYERS, Row, World, own_answers
 
 Tensors = dict[str, NDArray[np.generic]]
 SAMPLES = 120
@@ -95,6 +98,20 @@ def write_speculators(folder: Path, rows: list[Row], states: list[NDArray[np.flo
         save_file({"token_ids": ids[: len(each)].copy(), "hidden_states": each}, folder / f"hs/hs_{n}.safetensors")
 
 
+def write_specforge(folder: Path, rows: list[Row], states: list[NDArray[np.float32]]) -> None:
+    for n, ((ids, mask), each) in enumerate(zip(rows, states, strict=True)):
+        path = folder / f"rows_{n // 50 * 50}-{n // 50 * 50 + 50}/data_{n}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = torch.from_numpy(each.copy())
+        record = {
+            "input_ids": torch.from_numpy(ids),
+            "loss_mask": torch.from_numpy(mask.astype(np.int64)),
+            "aux_hidden_state": tensors[:, :3].reshape(1, len(each), -1),
+            "hidden_state": tensors[:, 3][None].contiguous(),
+        }
+        torch.save(record, path)
+
+
 def test_adopt_speculators_folder_takes_exactly_the_undamaged_samples(
     tmp_path: Path, model: Path, earlier_rows: list[Row], earlier_states: list[NDArray[np.float32]]
 ) -> None:
@@ -127,17 +144,7 @@ def test_adopt_specforge_folder_makes_a_post_norm_store_of_exactly_the_undamaged
     for each in post:
         each[:, -1] = norm(each[:, -1])
     states, bad = damaged_states(post, earlier_rows, [each[:, -1] for each in earlier_states])
-    for n, ((ids, mask), each) in enumerate(zip(earlier_rows, states, strict=True)):
-        path = tmp_path / f"earlier/rows_{n // 50 * 50}-{n // 50 * 50 + 50}/data_{n}.ckpt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = torch.from_numpy(each.copy())
-        record = {
-            "input_ids": torch.from_numpy(ids),
-            "loss_mask": torch.from_numpy(mask.astype(np.int64)),
-            "aux_hidden_state": tensors[:, :3].reshape(1, len(each), -1),
-            "hidden_state": tensors[:, 3][None].contiguous(),
-        }
-        torch.save(record, path)
+    write_specforge(tmp_path / "earlier", earlier_rows, states)
     spare = [n for n in range(SAMPLES) if n not in bad][:1]
     cut = next((tmp_path / "earlier").rglob(f"data_{spare[0]}.ckpt"))
     cut.write_bytes(cut.read_bytes()[:-500])
@@ -193,3 +200,78 @@ def test_adopt_command_prints_one_json_report_and_does_not_take_a_sample_twice(
     nothing = subprocess.run([*command[:4], str(tmp_path / "store"), *command[5:]], capture_output=True, text=True)
     assert nothing.returncode == 2
     assert nothing.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[RunningEngine]:
+    with running_engine(model) as running:
+        yield running
+
+
+def adopt_by_command(earlier: Path, source: str, store: Path, model: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "drafter_data", "adopt", str(earlier), "--from", source, "--store", str(store)]
+    return subprocess.run([*command, "--model", str(model), "--json", *more], capture_output=True, text=True)
+
+
+def test_adopt_with_an_engine_refuses_what_only_extracting_again_can_see(
+    tmp_path: Path, model: Path, engine: RunningEngine, earlier_rows: list[Row], earlier_states: list[NDArray[np.float32]]
+) -> None:
+    llama, rows, states = Llama.load(model), earlier_rows[:24], [each.copy() for each in earlier_states[:24]]
+    for n in (5, 11):
+        states[n] = llama.forward(rows[n][0], (2, 3, 5, 8))  # layer 3 where layer 4 is due: likely in every other way
+    states[17][:, 1] *= 1.01
+    write_speculators(tmp_path / "earlier", rows, states)
+    blind = json.loads(adopt_by_command(tmp_path / "earlier", "speculators", tmp_path / "blind", model).stdout)
+    assert (blind["adopted"], blind["rejected"]) == (24, {}), "nothing else sees it"
+    done = adopt_by_command(tmp_path / "earlier", "speculators", tmp_path / "store", model, "--url", engine.url, "--rechecks", "24")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["rejected"] == {"differs-from-engine": 3}
+    assert sorted(finding["file"] for finding in report["findings"]) == [f"hs_{n}.safetensors" for n in (11, 17, 5)]
+    assert all("layer 4 differs by" in finding["found"] for finding in report["findings"])
+    store = Store.open(tmp_path / "store")
+    assert {key for key in keys_of(rows) if key in store} == set(keys_of(rows)) - {keys_of(rows)[n] for n in (5, 11, 17)}
+    assert not list(engine.dump_folder.glob("*")), "what was extracted again leaves the dump folder"
+
+
+def test_adopt_of_another_layer_set_is_refused_as_a_whole_by_the_engine(
+    tmp_path: Path, model: Path, engine: RunningEngine, earlier_rows: list[Row]
+) -> None:
+    llama, rows = Llama.load(model), earlier_rows[:24]
+    write_speculators(tmp_path / "earlier", rows, [llama.forward(ids_s, (2, 3, 5, 8)) for ids_s, _ in rows])
+    done = adopt_by_command(tmp_path / "earlier", "speculators", tmp_path / "store", model, "--url", engine.url)
+    assert done.returncode == 2
+    assert "all 5 samples extracted again differ" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert len(Store.open(tmp_path / "store")) == 0
+    other = adopt_by_command(
+        tmp_path / "earlier", "speculators", tmp_path / "other", model, "--url", engine.url, "--layers", "2", "3", "5", "8"
+    )
+    assert other.returncode == 2
+    assert "the engine captures layers (2, 4, 5, 8)" in other.stderr
+
+
+def test_adopt_of_post_norm_states_is_compared_with_an_engine_that_dumps_before_the_norm(
+    tmp_path: Path, model: Path, engine: RunningEngine, earlier_rows: list[Row], earlier_states: list[NDArray[np.float32]]
+) -> None:
+    norm, rows = Checkpoint.open(model).final_norm(), earlier_rows[:12]
+    states = [np.concatenate([each[:, :3], norm(each[:, 3])[:, None]], axis=1) for each in earlier_states[:12]]
+    states[4][:, 3] *= 1.01
+    write_specforge(tmp_path / "earlier", rows, states)
+    done = adopt_by_command(tmp_path / "earlier", "specforge", tmp_path / "store", model, "--url", engine.url, "--rechecks", "12")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["adopted"], report["rejected"]) == (11, {"differs-from-engine": 1})
+    assert report["findings"][0]["file"] == "data_4.ckpt"
+
+
+def test_adopt_takes_back_a_hand_off_to_specforge_bit_for_bit(shared_world: World, tmp_path: Path) -> None:
+    model, out = shared_world.model, tmp_path / "out"
+    options = {"states_dtype": "store"}
+    hand_off(trainer_named("specforge"), shared_world.dataset, shared_world.store, out, model=model, options=options)
+    report, store = adopt(open_specforge(out, shared_world.dataset), tmp_path / "store", model)
+    assert (report.read, report.adopted) == (60, 60)
+    for sample in shared_world.dataset.samples():
+        earlier, adopted = shared_world.store.read(sample.state_key).states_slh, store.read(sample.state_key).states_slh
+        assert np.array_equal(adopted[:, :3], earlier[:, :3])
+        assert np.allclose(adopted[:, 3], Checkpoint.open(model).final_norm()(earlier[:, 3]), rtol=1e-5)

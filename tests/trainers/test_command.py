@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 from tests.trainers.world import World
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drafter_data(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -25,7 +28,12 @@ def test_handoff_command_launches_ridge_and_prints_one_json_document(world: Worl
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\n")
     assert "![Samples by tokens](lengths.svg)" in card
-    assert (tmp_path / "out/lengths.svg").read_text().startswith("<svg")
+    assert "![Samples by generation run](sources.svg)" in card
+    pictures = {name: ElementTree.parse(tmp_path / f"out/{name}.svg") for name in ("lengths", "sources")}
+    texts = {name: [text.text or "" for text in picture.iter(f"{SVG}text")] for name, picture in pictures.items()}
+    assert texts["sources"] == ["Samples by generation run", "run", "24"]
+    assert sum(int(text) for text in texts["lengths"][2::2]) == 24
+    assert len(list(pictures["lengths"].iter(f"{SVG}rect"))) == len(texts["lengths"][1::2])
 
 
 def test_handoff_print_shows_the_command_alone_and_check_finds_damage(world: World, tmp_path: Path) -> None:

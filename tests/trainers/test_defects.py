@@ -96,6 +96,14 @@ def forge_receipt(store: Store, state_key: str) -> None:
     )
 
 
+def damage(world: World, row: int, name: str) -> Path:
+    """Puts a defect into a row's state, behind the store's back; returns its file."""
+    path = world.state_path(row)
+    tensors = load_file(path)
+    rewrite(path, DEFECTS[name].change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
+    return path
+
+
 @pytest.mark.parametrize("trainer", ["speculators", "ridge"])
 @pytest.mark.parametrize("forged", [False, True], ids=["own-receipt", "forged-receipt"])
 @pytest.mark.parametrize("name", DEFECTS)
@@ -103,9 +111,7 @@ def test_defect_in_a_store_is_excluded_by_name_and_never_handed_off(
     name: str, forged: bool, trainer: str, world: World, tmp_path: Path
 ) -> None:
     defect, row = DEFECTS[name], 5
-    path = world.state_path(row)
-    tensors = load_file(path)
-    rewrite(path, defect.change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
+    path = damage(world, row, name)
     if forged:
         forge_receipt(world.store, path.stem)
     manifest = hand_off(trainer_named(trainer), world.dataset, world.store, tmp_path / "out", model=world.model, options=EXCLUDING)
@@ -122,9 +128,7 @@ def test_defect_in_a_store_is_excluded_by_name_and_never_handed_off(
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defect_in_a_store_refuses_the_hand_off_by_default_and_names_the_sample(name: str, world: World, tmp_path: Path) -> None:
-    path = world.state_path(5)
-    tensors = load_file(path)
-    rewrite(path, DEFECTS[name].change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
+    damage(world, 5, name)
     with pytest.raises(GateClosed, match=world.key(5)[:12]):
         hand_off(trainer_named("speculators"), world.dataset, world.store, tmp_path / "out", model=world.model)
     assert not (tmp_path / "out").exists()

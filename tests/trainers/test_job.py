@@ -10,11 +10,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_contracts.handoff import Checkpoint, HandoffManifest, TrainingPoint
 from drafter_data.errors import TrainingFailed
+from drafter_data.report.training import read_curve
+from drafter_data.trainers.curve import MOST_POINTS
 from drafter_data.trainers.job import job_command, run_job, silence_limit_seconds
+from drafter_data.trainers.limited_lines import BURST_LINES, LimitedLines
 from drafter_data.trainers.ridge import RidgeTrainer
 from tests.trainers.world import identity_of_model
 
@@ -101,6 +105,7 @@ def test_job_with_a_nan_loss_fails_whatever_it_exits_with(manifest: HandoffManif
     nan = STEP.replace("loss=0.5", "loss=nan")
     error = failure(STEP + nan + WRITE.replace("VALUE", "1.0") + "import time; time.sleep(60)", manifest)
     assert error.reason == "nan-loss"
+    assert "loss=nan" in str(error), "the log's tail"
 
 
 def test_job_whose_weights_are_nan_fails_although_its_lines_are_fine(manifest: HandoffManifest) -> None:
@@ -138,6 +143,31 @@ def test_job_that_leaves_an_earlier_checkpoint_fails_as_stale(manifest: HandoffM
 def test_job_with_a_cut_checkpoint_fails(manifest: HandoffManifest) -> None:
     cut = "import os; os.truncate(folder / 'drafter.safetensors', 70)"
     assert failure(STEP + WRITE.replace("VALUE", "1.0") + cut, manifest).reason == "bad-checkpoint"
+
+
+def test_curve_of_a_long_job_is_thinned_to_its_bound_and_keeps_both_ends(manifest: HandoffManifest) -> None:
+    many = "for n in range(1, 5001): print(f'step={n}/5000 loss={1 / n} agreement=0.1 baseline=0.0 seconds=1.0')\n"
+    checkpoint, _, points = run(many + WRITE.replace("VALUE", "1.0"), manifest)
+    assert [point.step for point in points] == list(range(1, 5001))
+    steps = [point.step for point in checkpoint.curve]
+    assert steps[0] == 1
+    assert steps[-1] == 5000
+    assert 400 < len(steps) <= MOST_POINTS + 1
+    assert len(set(np.diff(steps[:-1]).tolist())) == 1, "evenly thinned"
+    assert read_curve(manifest.model_copy(update={"trainer": "ridge"})) == list(checkpoint.curve)
+
+
+def test_lines_for_the_log_come_at_a_bounded_rate_and_say_what_was_left_out() -> None:
+    now, said = [0.0], list[str]()
+    lines = LimitedLines(said.append, lambda: now[0])
+    for n in range(500):
+        lines.take(f"line {n}")
+        lines.take("  ")
+    assert said == [f"line {n}" for n in range(BURST_LINES)]
+    now[0] = 1.0
+    lines.take("later")
+    lines.end()
+    assert said[BURST_LINES:] == ["… 400 more lines in the job's own log …", "later"]
 
 
 def test_silence_allowed_grows_with_the_bytes_to_read(manifest: HandoffManifest) -> None:

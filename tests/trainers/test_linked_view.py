@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file
 from data_contracts.handoff import MANIFEST_FILE, HandoffManifest
 from drafter_data.errors import IdentityMismatch, InputError
 from drafter_data.store.store import Store
+from drafter_data.trainers.arrow_dataset import read_arrow_dataset
 from drafter_data.trainers.folder import check_folder, read_files_table
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.registry import trainer_named
-from tests.trainers.world import World, identity_of_model
+from tests.trainers.world import World, identity_of_model, make_world
 
 
 def hand_off_to(world: World, out: Path, trainer: str = "speculators", **options: str) -> HandoffManifest:
@@ -108,6 +110,20 @@ def test_split_is_stable_when_the_data_grows_and_its_validation_rows_come_last(
         sides.append({record["sample_key"]: record["split"] for record in table})
     large, small = sides
     assert {key: large[key] for key in small} == small
+
+
+def test_order_split_and_vocabulary_are_these_on_every_machine(tmp_path: Path, model: Path) -> None:
+    rng = np.random.default_rng(11)
+    rows = [(rng.integers(5, 1024, n + 8), (np.arange(n + 8) > 3).astype(np.uint8)) for n in range(20)]
+    hand_off_to(make_world(tmp_path, model, rows), tmp_path / "out", validation_share="0.3", draft_vocab_size="64")
+    digest = hashlib.sha256()
+    for record in read_files_table(tmp_path / "out").to_pylist():
+        digest.update(f"{record['sample_key']} {record['state_key']} {record['split']} {record['file']}\n".encode())
+    for name in ("token_freq", "d2t-64", "t2d-64"):
+        digest.update(np.load(tmp_path / f"out/vocabulary/{name}.npy").tobytes())
+    for ids_s, mask_s in read_arrow_dataset(tmp_path / "out/data"):
+        digest.update(ids_s.tobytes() + mask_s.tobytes())
+    assert digest.hexdigest() == "2e4959f7bcf37424a8a466b763c95b3367812dc21cc1087cb8936e22bcf281fd"
 
 
 def test_train_ratio_cuts_every_dataset_where_the_split_is() -> None:

@@ -20,15 +20,16 @@ from data_contracts.handoff import MANIFEST_FILE
 from data_contracts.identity import StateDtype, StoreIdentity
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.engines.base import ClaimedDump
-from drafter_data.errors import PreflightRefused
+from drafter_data.errors import GateClosed, PreflightRefused
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
+from drafter_data.trainers import specforge
 from drafter_data.trainers.folder import PROGRESS_FILE, check_folder, read_files_table
-from drafter_data.trainers.handoff import check_space, hand_off
+from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.registry import trainer_named
 from tests.store.making import key_of, write_dataset
-from tests.trainers.test_defects import DEFECTS, forge_receipt
-from tests.trainers.world import World, rewrite
+from tests.trainers.test_defects import DEFECTS, damage, forge_receipt
+from tests.trainers.world import World
 
 LAYERS = (2, 4, 5, 8)
 SIZES = {
@@ -84,7 +85,10 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_both_layouts_hold_the_states_that_transformers_gives(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_both_layouts_hold_the_states_that_transformers_gives(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specforge, "_BLOCK_VALUES", 3 * 32)  # three rows at a time, as 64 of a model of today's size
     world, expected = transformers_world(tmp_path, kind, dtype)
     linked = hand_off(trainer_named("speculators"), world.dataset, world.store, tmp_path / "linked", model=world.model)
     converted = hand_off(
@@ -134,14 +138,12 @@ def test_specforge_order_is_lexicographic_and_the_splits_are_apart(world: World,
     assert again == manifest
 
 
-@pytest.mark.parametrize("name", ["nan", "one-row-short", "layers-in-another-order", "normed-twice"])
-def test_specforge_view_never_holds_a_defect(name: str, world: World, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file as load_numpy
-
-    path = world.state_path(7)
-    tensors = load_numpy(path)
-    rewrite(path, DEFECTS[name].change(tensors["hidden_states"].copy(), tensors["token_ids"].copy(), world))
-    forge_receipt(world.store, path.stem)
+@pytest.mark.parametrize("forged", [False, True], ids=["own-receipt", "forged-receipt"])
+@pytest.mark.parametrize("name", DEFECTS)
+def test_specforge_view_never_holds_a_defect(name: str, forged: bool, world: World, tmp_path: Path) -> None:
+    path = damage(world, 7, name)
+    if forged:
+        forge_receipt(world.store, path.stem)
     manifest = hand_off(
         trainer_named("specforge"),
         world.dataset,
@@ -150,8 +152,18 @@ def test_specforge_view_never_holds_a_defect(name: str, world: World, tmp_path: 
         model=world.model,
         options={"max_error_rate": "1"},
     )
-    assert next(each.reason for each in manifest.exclusions) in DEFECTS[name].forged_as
+    (exclusion,) = manifest.exclusions
+    assert exclusion.sample_key == world.key(7)
+    assert exclusion.reason in (DEFECTS[name].forged_as if forged else DEFECTS[name].caught_as), exclusion.detail
     assert len(list((tmp_path / "out").rglob("*.ckpt"))) == 23
+
+
+def test_specforge_hand_off_is_refused_by_default_for_what_only_the_conversion_reads(world: World, tmp_path: Path) -> None:
+    path = damage(world, 7, "nan")
+    forge_receipt(world.store, path.stem)
+    with pytest.raises(GateClosed, match="not-finite 1.*" + world.key(7)[:12]):
+        hand_off(trainer_named("specforge"), world.dataset, world.store, tmp_path / "out", model=world.model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_specforge_conversion_goes_on_after_a_kill_without_writing_again(world: World, tmp_path: Path) -> None:
@@ -186,16 +198,17 @@ def test_specforge_conversion_goes_on_after_a_kill_without_writing_again(world: 
     assert not list(out.rglob(".tmp-*"))
 
 
-def test_specforge_disk_need_is_predicted_before_anything_is_written(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_specforge_disk_need_is_predicted_before_anything_is_written(world: World, tmp_path: Path) -> None:
     trainer = trainer_named("specforge")
     need = trainer.needs(world.dataset, world.store).bytes
     hand_off(trainer, world.dataset, world.store, tmp_path / "out", model=world.model)
     written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.ckpt"))
     assert written <= need <= 2.5 * written
+    other = tmp_path / "other"
     with pytest.raises(PreflightRefused, match="keep free"):
-        check_space(trainer, world.dataset, world.store, tmp_path / "other", keep_free_bytes=10**18)
+        hand_off(trainer, world.dataset, world.store, other, model=world.model, keep_free_bytes=10**18)
+    assert not other.exists()
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_specforge_files_are_the_same_bytes_on_every_run(world: World, tmp_path: Path) -> None:
