@@ -52,6 +52,7 @@ def _card(manifest: HandoffManifest, dataset: Dataset, sources: Counter[str], qu
     identity, record, name = manifest.identity, dataset.record, Path(manifest.model).name
     size = next((category for limit, category in _SIZE_CATEGORIES if manifest.samples < limit), "1M<n<10M")
     excluded = Counter(exclusion.reason for exclusion in manifest.exclusions)
+    recovered = manifest.options.get("recover_pre_norm") == "true"
     p10, p50, p90, p99 = quantiles
     facts = {
         "dataset": manifest.dataset_id,
@@ -62,7 +63,7 @@ def _card(manifest: HandoffManifest, dataset: Dataset, sources: Counter[str], qu
         f"longest {manifest.longest_tokens:,}",
         "states": f"{manifest.bytes / 1e9:.2f} GB, {identity.dtype}, [tokens, {len(identity.layers)}, {identity.hidden_size}]",
         "layers (Hugging Face)": f"{', '.join(map(str, identity.layers))} of {identity.num_layers}; the last one "
-        f"{identity.final_norm} the final norm",
+        f"{'before the norm again, as post / scale' if recovered else f'{identity.final_norm} the final norm'}",
         "verifier": f"{name}, weights {identity.weights_digest}, quantisation {identity.quantisation or 'none'}",
         "tokenizer": f"{record.tokenizer}, {record.tokenizer_hash}; template {record.template_hash}",
         "engine": "; ".join(f"{each.engine} {each.engine_version}" for each in manifest.provenance) or "not recorded",

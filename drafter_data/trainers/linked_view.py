@@ -21,21 +21,29 @@ from drafter_data.files import write_atomic
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import write_arrow_dataset
 from drafter_data.trainers.card import write_card
+from drafter_data.trainers.conversion import resuming
 from drafter_data.trainers.folder import building, files_table, link_state, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.options import fraction, is_true, whole_number
+from drafter_data.trainers.recovered_view import OPTION as RECOVER
+from drafter_data.trainers.recovered_view import write_recovered_states
 from drafter_data.trainers.selection import Selection, Verifier, nothing_left, select_rows
 from drafter_data.trainers.vocabulary import count_supervised, write_vocabulary
 
 DATA_FOLDER = "data"
 STATES_FOLDER = "states"
 VOCABULARY_FOLDER = "vocabulary"
-_LINK_BYTES = 256
+_LINK_BYTES, _FILE_BYTES = 256, 4096
 _ARROW_BYTES_A_TOKEN = 12
 
 
-def linked_view_need(dataset: Dataset) -> SpaceNeed:
-    """Bytes on the target: token ids, masks and link entries; the states are not copied."""
+def linked_view_need(dataset: Dataset, recovered_from: Store | None = None) -> SpaceNeed:
+    """Bytes on the target: token ids, masks and link entries. States are not copied, but those that have passed the norm for a
+    trainer that must have them recovered (recovered_view.py).
+    """
     record = dataset.record
+    if recovered_from is not None and recovered_from.identity.final_norm == "post":
+        bytes_of_states = record.tokens * recovered_from.identity.bytes_per_token + record.rows * _FILE_BYTES
+        return SpaceNeed(bytes=bytes_of_states + record.tokens * _ARROW_BYTES_A_TOKEN, means="a recovered copy of every state")
     return SpaceNeed(bytes=record.tokens * _ARROW_BYTES_A_TOKEN + record.rows * _LINK_BYTES, means="hard links into the store")
 
 
@@ -117,19 +125,42 @@ def write_linked_view(
     existing = same_handoff(out, request)
     if existing is not None:
         return existing
-    table = files_table(selection.rows, state_file)
-    manifest = make_manifest(trainer, out, dataset, store, selection, request=request, model=model, table=table, options=options)
+    if is_true(options, RECOVER):
+        with resuming(out, request) as folder:
+            selection = write_recovered_states(folder, dataset, store, selection, checkpoint, options, state_file)
+            refuse_selection(selection, dataset, store, exclusions, options)
+            return _finish(trainer, folder, out, dataset, store, selection, checkpoint, request, options, command)
     with building(out) as folder:
-        write_atomic(folder / FILES_FILE, table)
-        groups = [[row.row for row in part] for part in (selection.train, selection.validation)]
-        write_arrow_dataset(folder / DATA_FOLDER, dataset, groups, request[:16])
         (folder / STATES_FOLDER).mkdir()
         for n, row in enumerate(selection.rows):
             link_state(store.path_of(row.state_key), folder / state_file(n), row.bytes)
-        counts_v = count_supervised(dataset, selection.train, checkpoint.vocab_size)
-        write_vocabulary(folder / VOCABULARY_FOLDER, counts_v, whole_number(options, "draft_vocab_size"))
-        write_card(folder, manifest, dataset, selection)
-        return seal(folder, manifest, command(manifest))
+        return _finish(trainer, folder, out, dataset, store, selection, checkpoint, request, options, command)
+
+
+def _finish(
+    trainer: str,
+    folder: Path,
+    out: Path,
+    dataset: Dataset,
+    store: Store,
+    selection: Selection,
+    model: Checkpoint,
+    request: str,
+    options: Mapping[str, str],
+    command: Callable[[HandoffManifest], list[str]],
+) -> HandoffManifest:
+    """Everything beside the states, the manifest last."""
+    table = files_table(selection.rows, state_file)
+    manifest = make_manifest(
+        trainer, out, dataset, store, selection, request=request, model=model.folder, table=table, options=options
+    )
+    write_atomic(folder / FILES_FILE, table)
+    groups = [[row.row for row in part] for part in (selection.train, selection.validation)]
+    write_arrow_dataset(folder / DATA_FOLDER, dataset, groups, request[:16])
+    counts_v = count_supervised(dataset, selection.train, model.vocab_size)
+    write_vocabulary(folder / VOCABULARY_FOLDER, counts_v, whole_number(options, "draft_vocab_size"))
+    write_card(folder, manifest, dataset, selection)
+    return seal(folder, manifest, command(manifest))
 
 
 def state_file(row: int) -> str:

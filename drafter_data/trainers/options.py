@@ -11,6 +11,7 @@ OWN_OPTIONS = {
     "max_error_rate": "largest share of rows that may fail the checks of the hand-off itself (default 0)",
     "draft_vocab_size": "size of the drafter's reduced vocabulary (default: the whole one)",
     "verify_all": "true: read every state whole before it is handed off",
+    "recover_pre_norm": "speculators, of a post-norm store: true: hand off a copy with post / scale for the state before the norm",
     "python": "interpreter of the environment that has the trainer (default: this one)",
     "script": "a script to run in place of the trainer's module",
     "device": "cpu: train without a GPU, for demonstrations and tests",

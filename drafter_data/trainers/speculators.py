@@ -22,7 +22,8 @@ from drafter_data.trainers.checkpoint_files import fresh_checkpoint
 from drafter_data.trainers.cpu import run_speculators
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER
 from drafter_data.trainers.linked_view import DATA_FOLDER, STATES_FOLDER, VOCABULARY_FOLDER, linked_view_need, write_linked_view
-from drafter_data.trainers.options import environment_prefix, flag_list, on_cpu, trainer_flags, whole_number
+from drafter_data.trainers.options import environment_prefix, flag_list, is_true, on_cpu, trainer_flags, whole_number
+from drafter_data.trainers.recovered_view import OPTION as RECOVER
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float32"}
 """Its reader refuses float16; float32 holds every float16."""
@@ -38,9 +39,9 @@ class SpeculatorsTrainer:
 
     name = "speculators"
 
-    def needs(self, dataset: Dataset, store: Store) -> SpaceNeed:  # noqa: ARG002 - the seam's signature
-        """Bytes on the target; the states are linked."""
-        return linked_view_need(dataset)
+    def needs(self, dataset: Dataset, store: Store) -> SpaceNeed:
+        """Bytes on the target; states are linked unless they must be recovered from after the norm."""
+        return linked_view_need(dataset, store)
 
     def materialise(
         self,
@@ -52,12 +53,15 @@ class SpeculatorsTrainer:
         exclusions: tuple[Exclusion, ...],
         options: Mapping[str, str],
     ) -> HandoffManifest:
-        """Writes the view; see write_linked_view. Raises IdentityMismatch for a store of post-norm states."""
-        if store.identity.final_norm != "pre":
+        """Writes the view; see write_linked_view. Raises IdentityMismatch for post-norm states that are not to be recovered."""
+        recover = is_true(options, RECOVER)
+        if store.identity.final_norm != "pre" and not recover:
             raise IdentityMismatch(
                 f"store {store.root} holds final states after the norm; speculators norms them itself and needs them before it; "
-                "hand off to specforge, or extract with final_norm: pre"
+                f"hand off to specforge, extract with final_norm: pre, or take them as post / scale ({RECOVER}=true)"
             )
+        if store.identity.final_norm == "pre" and recover:
+            raise UsageError(f"option {RECOVER}: store {store.root} holds final states before the norm", reason="bad-option")
         return write_linked_view(
             self.name,
             dataset,

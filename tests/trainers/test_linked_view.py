@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -12,13 +13,17 @@ import pytest
 from safetensors.torch import load_file
 
 from data_contracts.handoff import MANIFEST_FILE, HandoffManifest
-from drafter_data.errors import IdentityMismatch, InputError
+from drafter_data.checkpoints import Checkpoint
+from drafter_data.embedded.llama import Llama
+from drafter_data.errors import IdentityMismatch, InputError, UsageError
+from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
 from drafter_data.trainers.arrow_dataset import read_arrow_dataset
 from drafter_data.trainers.folder import check_folder, read_files_table
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.registry import trainer_named
-from tests.trainers.world import World, identity_of_model, make_world
+from tests.store.making import write_dataset
+from tests.trainers.world import LAYERS, Row, World, commit_states, identity_of_model, make_world
 
 
 def hand_off_to(world: World, out: Path, trainer: str = "speculators", **options: str) -> HandoffManifest:
@@ -77,8 +82,6 @@ def test_linked_view_across_file_systems_uses_relative_symbolic_links(shared_wor
         assert load_file(link)["hidden_states"].shape[1] == 4
         assert check_folder(out) == []
     finally:
-        import shutil
-
         shutil.rmtree(out, ignore_errors=True)
 
 
@@ -162,6 +165,52 @@ def test_post_norm_store_is_refused_for_speculators(world: World, tmp_path: Path
     with pytest.raises(IdentityMismatch, match="specforge"):
         hand_off(trainer_named("speculators"), world.dataset, other, tmp_path / "out", model=model)
     assert not (tmp_path / "out").exists()
+
+
+def post_norm_world(folder: Path, model: Path, rows: list[Row]) -> World:
+    """The same states as an older dump holds them, the final one after the norm."""
+    norm, llama = Checkpoint.open(model).final_norm(), Llama.load(model)
+    store = Store.open(folder / "post", identity_of_model(model, final_norm="post"))
+    for ids_s, _ in rows:
+        states_slh = llama.forward(ids_s, LAYERS)
+        states_slh[:, -1] = norm(states_slh[:, -1])
+        commit_states(store, ids_s, states_slh)
+    return World(model, write_dataset(folder / "post-dataset", rows), store)
+
+
+def test_post_norm_store_is_recovered_for_speculators_where_that_is_asked_for(
+    tmp_path: Path, model: Path, answers: list[Row]
+) -> None:
+    world, out = post_norm_world(tmp_path, model, answers[:12]), tmp_path / "out"
+    manifest = hand_off_to(world, out, recover_pre_norm="true")
+    assert manifest.options["recover_pre_norm"] == "true"
+    assert "before the norm again, as post / scale" in (out / "README.md").read_text()
+    norm = Checkpoint.open(model).final_norm()
+    for record in read_files_table(out).to_pylist():
+        recovered = load_file(out / record["file"])
+        post_slh = world.store.read(record["state_key"]).states_slh
+        assert np.array_equal(recovered["hidden_states"][:, :3].numpy(), post_slh[:, :3])
+        assert np.allclose(norm(recovered["hidden_states"][:, 3].numpy()), post_slh[:, 3], rtol=1e-5, atol=1e-6)
+        assert not np.allclose(recovered["hidden_states"][:, 3].numpy(), post_slh[:, 3], rtol=1e-2)
+    assert check_folder(out) == []
+    assert trainer_named("speculators").needs(world.dataset, world.store).bytes > manifest.bytes
+
+
+def test_recovery_is_refused_where_the_norm_cannot_be_undone_or_need_not_be(
+    world: World, tmp_path: Path, model: Path, answers: list[Row]
+) -> None:
+    with pytest.raises(UsageError, match="holds final states before the norm"):
+        hand_off_to(world, tmp_path / "out", recover_pre_norm="true")
+    other = tmp_path / "zero-scale"
+    shutil.copytree(model, other)
+    (weights,) = other.glob("*.safetensors")
+    post = post_norm_world(tmp_path, model, answers[:12])
+    weights.chmod(0o644)
+    with TensorFile.open(weights) as file, weights.open("r+b") as handle:
+        handle.seek(file.header_bytes + file.tensors["model.norm.weight"].start)
+        handle.write(bytes(4))
+    with pytest.raises(InputError, match="scale of zero in 1 of 64 channels"):
+        hand_off_to(World(other, post.dataset, post.store), tmp_path / "out", recover_pre_norm="true")
 
 
 def test_check_names_a_file_that_was_damaged_after_the_hand_off(world: World, tmp_path: Path) -> None:
