@@ -154,7 +154,8 @@ def test_specforge_view_never_holds_a_defect(name: str, forged: bool, world: Wor
     )
     (exclusion,) = manifest.exclusions
     assert exclusion.sample_key == world.key(7)
-    assert exclusion.reason in (DEFECTS[name].forged_as if forged else DEFECTS[name].caught_as), exclusion.detail
+    # The conversion compares checksums last: what the content shows before is named for that.
+    assert exclusion.reason in DEFECTS[name].forged_as | (set() if forged else DEFECTS[name].caught_as), exclusion.detail
     assert len(list((tmp_path / "out").rglob("*.ckpt"))) == 23
 
 
