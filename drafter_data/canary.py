@@ -78,6 +78,7 @@ class Canary:
         short = min(PROMPT_TOKENS, longest)
         prompt = self._prompt(short)
         first, second = self._ask(prompt), self._ask(prompt)
+        error = self._check_repeat(first, second)
         self._check_beginning(prompt, first)
         self._check_reference(prompt, first)
         self._pair(short)
@@ -86,23 +87,26 @@ class Canary:
             answers.append(answer := self._ask(self._prompt(length)))
             costs.observe(length, answer.seconds, 1)
             tokens += length
+        proofs = [answer.proof_error for answer in answers if answer.proof_error is not None]
+        return CanaryFigures(
+            requests=self._requests,
+            longest_tokens=longest,
+            repeat_error=error,
+            tolerance=max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error),
+            proof_error=max(proofs) if proofs else None,
+            tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
+        )
+
+    def _check_repeat(self, first: _Answer, second: _Answer) -> float:
+        """How far two runs of one prompt are apart."""
         error = states_distance(second.states_slh, first.states_slh)
-        tolerance = max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
                 f"one prompt sent twice gave states {error:.2e} apart (relative, worst layer): the engine's dumps are not its own; "
                 "disable the radix cache (--disable-radix-cache) and check the capture",
                 reason="canary-repeat-differs",
             )
-        proofs = [answer.proof_error for answer in answers if answer.proof_error is not None]
-        return CanaryFigures(
-            requests=self._requests,
-            longest_tokens=longest,
-            repeat_error=error,
-            tolerance=tolerance,
-            proof_error=max(proofs) if proofs else None,
-            tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
-        )
+        return error
 
     def _check_beginning(self, ids_s: NDArray[np.int64], whole: _Answer) -> None:
         """A causal model gives the beginning of a prompt the same states whatever follows; mixed rows or axes do not."""

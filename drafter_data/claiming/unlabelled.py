@@ -134,8 +134,17 @@ class UnlabelledClaims:
             return DumpMissing(f"{label}: only dumps of {', '.join(map(str, counts))} tokens came in time", reason="row-count")
         return DumpMissing(
             f"{label}: answered, but no complete dump of its size appeared under {self._folder.path} in time; is that the folder "
-            "the engine dumps to?"
+            f"the engine dumps to?{self._others(wanted)}"
         )
+
+    def _others(self, wanted: set[int]) -> str:
+        """What lies in a shared folder and is nobody's here: it may be what fills it, and is not ours to remove."""
+        with self._lock:
+            names = sorted(name for name, seen in self._seen.items() if seen.tokens not in wanted)
+        if self._exclusive or not names:
+            return ""
+        shown = ", ".join([*names[:3], *(["..."] if names[3:] else [])])
+        return f" {len(names)} dumps of others lie there ({shown}); the folder is shared, so they are left alone"
 
     def _scan(self) -> None:
         """Takes in new folders and completes known ones (under the lock)."""

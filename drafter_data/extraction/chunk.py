@@ -171,6 +171,7 @@ class _ChunkRun:
                 )
             return 0
         receipt, sent = outcome
+        session.check_space(0)
         self._retried += receipt.attempts > 1
         session.anchors.add(receipt.state_key)
         session.succeeded(receipt.tokens, sent.seconds, sent.in_flight)

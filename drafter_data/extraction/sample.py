@@ -117,7 +117,7 @@ class SampleExtractor:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
             extracted = self.fetch(work, given_up, alone=alone)
             try:
-                self._check_likeness(work, extracted.dump)
+                self._check_likeness(work, extracted.dump, given_up)
                 receipt = self._store.commit(
                     extracted.dump,
                     work.state_key,
@@ -168,7 +168,7 @@ class SampleExtractor:
             reason="dump-folder-full",
         )
 
-    def _check_likeness(self, work: SampleWork, dump: ClaimedDump) -> None:
+    def _check_likeness(self, work: SampleWork, dump: ClaimedDump, given_up: Event | None) -> None:
         """States that are unlike the store's others, and the first ones of a store, are compared with those of the beginning of
         their prompt: a causal model gives that the same states, mixed rows or axes do not. Raises DumpRejected.
         """
@@ -181,7 +181,7 @@ class SampleExtractor:
             label = f"sample {work.state_key[:12]}"
             _check_content(dump, label)
             beginning = SampleWork(work.state_key, work.token_ids_s[: max(1, work.tokens * 2 // 3)])
-            distance = self._distance(beginning, dump)
+            distance = self._distance(beginning, dump, given_up)
             if not distance <= LIKENESS_FACTOR * self._limits.tolerance:
                 seen = "" if deviation is None else f"unlike the store's others ({deviation:.0f} deviations), and "
                 raise DumpRejected(
@@ -191,9 +191,9 @@ class SampleExtractor:
                 )
         self._outliers.add(signature)
 
-    def _distance(self, work: SampleWork, dump: ClaimedDump) -> float:
+    def _distance(self, work: SampleWork, dump: ClaimedDump, given_up: Event | None) -> float:
         """Distance of a new extraction to the beginning of a dump."""
-        again = self.fetch(work).dump
+        again = self.fetch(work, given_up).dump
         try:
             _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
             known_slh = as_float32(dump.states_slh[: work.tokens], dump.dtype)

@@ -76,7 +76,7 @@ class Bench:
         """A preflight of its own."""
         return check_engine(self.dataset, store, self.parameters, self.extraction(**changes), keep_free_bytes=0)
 
-    def extract(self, store: Path, *, engine_wait_seconds: float = 20.0, **changes: Any) -> GateReport:
+    def extract(self, store: Path, *, engine_wait_seconds: float = 20.0, keep_free_bytes: int = 0, **changes: Any) -> GateReport:
         """An extraction behind the quiet preflight. Raises what stopped it."""
         extraction = self.extraction(**changes)
         checked = self.checked = self.checked or self.preflight(self.folder / "preflight")
@@ -89,6 +89,7 @@ class Bench:
             in_flight=checked.in_flight,
             tolerance=checked.canary.tolerance,
             engine_wait_seconds=engine_wait_seconds,
+            keep_free_bytes=keep_free_bytes,
         )
         with shared_session(settings) as session:
             extract_all(session, pending_chunks(plan, session.store))
@@ -97,6 +98,15 @@ class Bench:
             return judge(plan, opened, max_error_rate=0.0)
         finally:
             opened.close()
+
+    @contextmanager
+    def meanwhile(self, work: Callable[[], None]) -> Generator[None]:
+        """Something else that happens beside an extraction."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        yield
+        thread.join(30)
+        assert not thread.is_alive()
 
     def new_store(self) -> Path:
         self.runs += 1
