@@ -6,6 +6,7 @@ from pydantic import Field
 
 from data_contracts.identity import CONTRACT_VERSION, Provenance, StoreIdentity
 from data_contracts.plan import Exclusion
+from data_contracts.preflight import CanaryRecord
 from data_contracts.record import Record
 
 MANIFEST_FILE = "manifest.json"
@@ -42,6 +43,7 @@ class HandoffManifest(Record):
     request: str = Field(default="", description="digest of what was asked for: equal ones give equal views")
     identity: StoreIdentity
     provenance: tuple[Provenance, ...] = ()
+    canaries: tuple[CanaryRecord, ...] = Field(default=(), description="the last canary of each engine that filled the store")
     model: str
     samples: int
     train_samples: int

@@ -7,7 +7,9 @@ from data_contracts.record import Record
 
 
 class CanaryFigures(Record):
-    """Real requests sent before the first sample. `repeat_error` is the relative Frobenius distance of one prompt sent twice."""
+    """Real requests sent before the first sample. `repeat_error` is the relative Frobenius distance of one prompt sent twice,
+    `tolerance` the one that follows from it for samples that are extracted again.
+    """
 
     requests: int
     longest_tokens: int
@@ -15,6 +17,14 @@ class CanaryFigures(Record):
     tolerance: float
     proof_error: float | None = None
     tokens_per_second: float
+
+
+class CanaryRecord(Record):
+    """What the canary found for an engine, named by its fingerprint (settings, model, host)."""
+
+    engine: str
+    fingerprint: str
+    figures: CanaryFigures
 
 
 class PreflightReport(Record):

@@ -43,6 +43,11 @@ PROMPT_TOKENS = 48
 ATTEMPTS = 4
 MOST_DUMP_SECONDS = 20.0
 FIRST_ORDINARY_ID = 16
+_LAYERS_BY = {
+    "sglang": "start it with the command that `drafter-data engine sglang --print` prints",
+    "vllm": "start it with the command that `drafter-data engine vllm --print` prints",
+    "": "name the layers that it dumps (engine.layers, 0 = embeddings)",
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class Canary:
             layers = ", ".join(f"{layer} by {error:.2g}" for layer, error in zip(identity.layers, errors, strict=True))
             raise PreflightRefused(
                 f"the dumped states differ from this model's own (relative Frobenius, layer {layers}): the engine captures other "
-                "layers, in another order, or serves another model; check its layer ids (0 = embeddings)",
+                f"layers, in another order, or serves another model: {_LAYERS_BY.get(self._info.kind, _LAYERS_BY[''])}",
                 reason="canary-reference-differs",
             )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from data_contracts.identity import StoreIdentity
 from data_contracts.parameters import ExtractionParameters
-from data_contracts.preflight import PreflightReport
+from data_contracts.preflight import CanaryRecord, PreflightReport
 from drafter_data.canary import Canary
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.costs import CostModel, costs_path
@@ -49,6 +49,7 @@ def run_preflight(
     figures = canary.run(probes, int(lengths.max()), costs)
     store = Store.open(store_root, info.identity)
     try:
+        store.record_canary(CanaryRecord(engine=info.kind, fingerprint=info.fingerprint, figures=figures))
         notes = _notes(info, swept, dataset, lengths, store.record_provenance(info.provenance))
         if canary.repeated:
             notes.append(f"{len(canary.repeated)} canary requests had to be repeated: {', '.join(sorted(set(canary.repeated)))}")
@@ -81,7 +82,7 @@ def _lengths(dataset: Dataset, info: EngineInfo) -> np.ndarray[tuple[int, ...], 
     if not len(lengths):
         raise PreflightRefused(
             f"every row of {dataset.folder} is longer than the engine's limit of {info.max_prompt_tokens} tokens: raise the "
-            "engine's context length (--context-length)",
+            f"engine's context length ({'--max-model-len' if info.kind == 'vllm' else '--context-length'})",
             reason="limit-too-short",
         )
     return lengths

@@ -99,9 +99,15 @@ class LabelledClaims:
         if ranges:
             found = ", ".join(f"{start}..{end}" for start, end in ranges)
             return DumpMissing(f"{label}: only the rows {found} were dumped in time", reason="row-count")
+        if ACKNOWLEDGEMENT in reply.meta:
+            return DumpMissing(
+                f"{label}: acknowledged, but no complete dump under {self._folder.path} in time; is that the folder that the "
+                "capture hook writes to?"
+            )
         return DumpMissing(
-            f"{label}: answered, but no complete dump under {self._folder.path} in time; is the capture hook loaded, and is that "
-            "the folder it writes to?"
+            f"{label}: answered, but no dump was acknowledged and none came to {self._folder.path}: the capture hook was not "
+            "called. A pattern in --forward-hooks that matches no module only warns in the server's log: start the server with the "
+            "command that `drafter-data engine sglang --print` prints"
         )
 
     def _proven(self, dump: ClaimedDump, reply: PrefillReply) -> ClaimedDump:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_contracts.identity import CONTRACT_VERSION, Provenance, StoreIdentity
+from data_contracts.preflight import CanaryRecord
 from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
@@ -40,6 +41,7 @@ from drafter_data.verification import check_columns_distinct, check_shape, check
 
 RECORD_FILE = "store.json"
 PROVENANCE_FILE = "provenance.jsonl"
+CANARY_FILE = "canaries.jsonl"
 
 
 class StoreRecord(Record):
@@ -251,6 +253,17 @@ class Store:
         """All recorded provenances, oldest first."""
         path = self.root / PROVENANCE_FILE
         return tuple(Provenance.model_validate_json(line) for line in path.read_text().splitlines()) if path.is_file() else ()
+
+    def record_canary(self, record: CanaryRecord) -> None:
+        """Appends what the canary found before a run."""
+        with (self.root / CANARY_FILE).open("a") as handle:
+            handle.write(record.model_dump_json() + "\n")
+
+    def canaries(self) -> tuple[CanaryRecord, ...]:
+        """The last canary of each engine, by fingerprint; engines in the order of their first."""
+        path = self.root / CANARY_FILE
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return tuple({record.fingerprint: record for record in map(CanaryRecord.model_validate_json, lines)}.values())
 
     def sweep(self) -> int:
         """Removes temporary files that killed processes of this store left; returns how many. Only under no lease of others."""

@@ -119,6 +119,7 @@ def make_manifest(
         request=request,
         identity=store.identity,
         provenance=store.provenances(),
+        canaries=store.canaries(),
         model=str(model.absolute()),
         samples=len(rows),
         train_samples=len(selection.train),

@@ -27,6 +27,10 @@ from tests.engines.reference import Reference
 from tests.engines.servers import Running
 from tests.support.datasets import random_prompts, write_dataset
 
+NEAR_TIE = 1e-5
+"""Of expert scores in 0..1: several times what two correct fp32 libraries differ by (3e-7 typically)."""
+MOST_TRIES = 40
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -67,6 +71,24 @@ def prompts_of(count: int, low: int = 1, high: int = 2000, *, seed: int = 0) -> 
     ends = [random_prompts(1, length, length, seed=seed + k, vocab_size=1020)[0] for k, length in ((1, max(low, 2)), (2, high))]
     twin = random_prompts(1, len(prompts[0]), len(prompts[0]), seed=seed + 3, vocab_size=1020)[0]
     return [*prompts, *ends, twin]
+
+
+def decided_prompts_of(count: int, low: int, high: int, reference: Reference, *, seed: int) -> list[list[int]]:
+    """`prompts_of`, of a model with experts only such in which no choice is a near-tie: rounding would decide it in any library."""
+    return [
+        _decided(ids, reference, seed=1000 * seed + MOST_TRIES * at) if reference.has_experts else ids
+        for at, ids in enumerate(prompts_of(count, low, high, seed=seed))
+    ]
+
+
+def _decided(ids: list[int], reference: Reference, *, seed: int) -> list[int]:
+    """A prompt of this length without a near-tie."""
+    for attempt in range(MOST_TRIES):
+        reference.states(ids, (0, 1))
+        if reference.narrowest_choice >= NEAR_TIE:
+            return ids
+        (ids,) = random_prompts(1, len(ids), len(ids), seed=seed + attempt, vocab_size=1020)
+    raise AssertionError(f"no prompt of {len(ids)} tokens without a near-tie")
 
 
 def extract(

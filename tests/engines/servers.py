@@ -126,7 +126,7 @@ class Engines:
     def stop(self) -> None:
         """Stops what runs and removes its dump folder."""
         if self._running is not None:
-            self._running.process.stop()
+            self._running.process.stop(grace_seconds=0)  # SGLang waits five seconds before it ends on SIGTERM
             shutil.rmtree(self._running.dump_folder, ignore_errors=True)
             self._running = None
 

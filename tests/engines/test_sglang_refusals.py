@@ -35,7 +35,7 @@ def test_sglang_with_other_aux_layers_than_its_hook_says_is_refused(
 def test_sglang_whose_hooks_match_nothing_is_refused(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
     configuration = Configuration("no-hook", models["llama"], flags=("--dtype", "float32"), hooks=nothing_matches)
     running = engines.running(configuration)
-    with pytest.raises(PreflightRefused, match="hook"):
+    with pytest.raises(PreflightRefused, match="--forward-hooks"):
         extract(tmp_path, prompts_of(5, 1, 50), running.parameters(), dump_timeout_seconds=2)
     assert not (tmp_path / "store").exists()
 

@@ -114,9 +114,17 @@ def test_vllm_left_overs_of_a_dead_run_go_and_foreign_files_stay(engines: Engine
     foreign.unlink()
 
 
-def test_vllm_other_layers_are_refused(engines: Engines, models: dict[str, Path], tmp_path: Path) -> None:
+def test_vllm_with_other_layers_model_or_too_short_a_limit_is_refused(
+    engines: Engines, models: dict[str, Path], tmp_path: Path
+) -> None:
     running = engines.running(vllm(models))
     with pytest.raises(PreflightRefused, match="engine vllm --print"):
         extract(tmp_path, prompts_of(5, 1, 50), running.parameters(layers=(2, 5, 8)))
+    # As many layers as it writes: only the canary's own forward pass can tell.
+    with pytest.raises(PreflightRefused, match=r"differ from this model's own.*engine vllm --print"):
+        extract(tmp_path, prompts_of(5, 1, 50), running.parameters(layers=(1, 4, 5, 8)))
     with pytest.raises(PreflightRefused, match="weights differ"):
         extract(tmp_path, prompts_of(5, 1, 50), running.parameters(model=str(models["qwen3"])))
+    with pytest.raises(PreflightRefused, match="--max-model-len"):
+        extract(tmp_path / "long", prompts_of(5, 4100, 4200), running.parameters())
+    assert not (tmp_path / "store").exists() and not (tmp_path / "long" / "store").exists()

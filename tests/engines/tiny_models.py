@@ -70,7 +70,8 @@ def make_deepseek(folder: Path, *, kimi: bool = False) -> Path:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape))
+                # Far apart, so that choices between experts are seldom near-ties, which rounding decides.
+                buffer.copy_(torch.randperm(len(buffer)) * (3.0 / len(buffer)))
     _save(model, folder, torch.float32)
     path = folder / "config.json"
     text = json.loads(path.read_text())

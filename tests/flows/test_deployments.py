@@ -13,6 +13,7 @@ import requests
 from drafter_data.dataset import Dataset
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
+from drafter_data.trainers.folder import read_manifest
 from drafter_data.validation import validate_store
 from flows.local.following import artifact, follow, logs, read_run, send
 from flows.local.services import Services
@@ -66,7 +67,8 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
         dataset = Dataset.open(tmp_path / folder / "dataset")
         report = validate_store(Store.open(tmp_path / folder / "store"), dataset)
         assert (report.errors, report.samples) == (0, 12)
-        assert (tmp_path / folder / "handoff" / "manifest.json").is_file()
+        (canary,) = read_manifest(tmp_path / folder / "handoff").canaries
+        assert canary.engine == "embedded" and canary.figures.repeat_error <= canary.figures.tolerance
     published = {
         key: artifact(services, short, key) for key in ("merge", "lengths", "preflight", "forecast", "validation", "hand-off")
     }
