@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.engines.connect import connect
@@ -36,7 +37,8 @@ def test_vllm_llama_float32_equals_transformers(engines: Engines, models: dict[s
         report, dataset, store = extract(tmp_path, prompts, running.parameters())
     assert_complete(report, dataset, store)
     assert set(statuses) == {200}
-    errors = errors_of(store, prompts, Reference(models["llama"]))
+    # In float64: transformers' own float32 is up to 7e-5 from it, as far as vLLM's, which adds in another order.
+    errors = errors_of(store, prompts, Reference(models["llama"], torch.float64))
     print(errors)
     assert errors.largest <= FP32
     assert list(running.dump_folder.iterdir()) == []
