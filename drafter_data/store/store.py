@@ -5,6 +5,7 @@
     STORE/receipts/<chunk>.<writer>.jsonl
     STORE/leases/<chunk>.json
     STORE/plans/<dataset_id>/
+    STORE/provenance.jsonl, canaries.jsonl   how states came about, what the canary found
 
 Tensor legend: S tokens, L stored layers, H hidden size.
 """
