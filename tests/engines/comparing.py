@@ -73,18 +73,20 @@ def prompts_of(count: int, low: int = 1, high: int = 2000, *, seed: int = 0) -> 
     return [*prompts, *ends, twin]
 
 
-def decided_prompts_of(count: int, low: int, high: int, reference: Reference, *, seed: int) -> list[list[int]]:
+def decided_prompts_of(
+    count: int, low: int, high: int, reference: Reference, layers: tuple[int, ...], *, seed: int
+) -> list[list[int]]:
     """`prompts_of`, of a model with experts only such in which no choice is a near-tie: rounding would decide it in any library."""
     return [
-        _decided(ids, reference, seed=1000 * seed + MOST_TRIES * at) if reference.has_experts else ids
+        _decided(ids, reference, layers, seed=1000 * seed + MOST_TRIES * at) if reference.has_experts else ids
         for at, ids in enumerate(prompts_of(count, low, high, seed=seed))
     ]
 
 
-def _decided(ids: list[int], reference: Reference, *, seed: int) -> list[int]:
+def _decided(ids: list[int], reference: Reference, layers: tuple[int, ...], *, seed: int) -> list[int]:
     """A prompt of this length without a near-tie."""
     for attempt in range(MOST_TRIES):
-        reference.states(ids, (0, 1))
+        reference.states(ids, layers)
         if reference.narrowest_choice >= NEAR_TIE:
             return ids
         (ids,) = random_prompts(1, len(ids), len(ids), seed=seed + attempt, vocab_size=1020)

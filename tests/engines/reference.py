@@ -26,6 +26,7 @@ class Reference:
         self._model.model.norm.register_forward_pre_hook(self._keep)
         routers = [module for module in self._model.modules() if hasattr(module, "e_score_correction_bias")]
         self.has_experts = bool(routers)
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.float32]] = {}
         for router in routers:
             router.register_forward_pre_hook(self._look_at_choice)
 
@@ -49,9 +50,14 @@ class Reference:
 
     def states(self, token_ids: Sequence[int], layers: Sequence[int]) -> NDArray[np.float32]:
         """States [S, L, H] of the layers, the last of which is the final one, before its norm."""
+        if (asked := (tuple(token_ids), tuple(layers))) in self._kept:
+            return self._kept[asked]
         self.narrowest_choice = float("inf")
         with torch.inference_mode():
             found = self._model(torch.tensor([list(token_ids)]), output_hidden_states=True, use_cache=False)
         assert self._before_norm is not None
         columns = [found.hidden_states[layer][0] for layer in layers[:-1]]
-        return torch.stack([*columns, self._before_norm[0]], dim=1).float().numpy()
+        states_slh = torch.stack([*columns, self._before_norm[0]], dim=1).float().numpy()
+        if self.has_experts:  # slow, and asked for twice: for its choices, then for its states
+            self._kept[asked] = states_slh
+        return states_slh

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.real_engine
 FP32 = 1e-4
 SAMPLES = 200
 FEW = 40
+LAYERS = (2, 4, 5, 8)
 
 
 def llama(models: dict[str, Path]) -> Configuration:
@@ -48,7 +49,7 @@ def test_sglang_llama_float32_equals_transformers(engines: Engines, models: dict
         report, dataset, store = extract(tmp_path, prompts, running.parameters())
     assert_complete(report, dataset, store)
     assert statuses and set(statuses) == {200}
-    assert store.identity.layers == (2, 4, 5, 8)
+    assert store.identity.layers == LAYERS
     errors = errors_of(store, prompts, Reference(models["llama"]))
     print(errors)
     assert errors.largest <= FP32
@@ -219,7 +220,7 @@ def transformers_own_error(
 def assert_few_within(engines: Engines, configuration: Configuration, folder: Path, reference: Path, high: int = 2000) -> None:
     """40 samples through a configuration, each state within 1e-4 of the largest magnitude."""
     running, expected = engines.running(configuration), Reference(reference)
-    prompts = decided_prompts_of(FEW, 1, high, expected, seed=11)
+    prompts = decided_prompts_of(FEW, 1, high, expected, LAYERS, seed=11)
     report, dataset, store = extract(folder, prompts, running.parameters())
     assert_complete(report, dataset, store)
     errors = errors_of(store, prompts, expected)
