@@ -24,7 +24,6 @@ from drafter_data.trainers.card import write_card
 from drafter_data.trainers.conversion import resuming
 from drafter_data.trainers.folder import building, files_table, link_state, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.options import fraction, is_true, whole_number
-from drafter_data.trainers.recovered_view import OPTION as RECOVER
 from drafter_data.trainers.recovered_view import write_recovered_states
 from drafter_data.trainers.selection import Selection, Verifier, nothing_left, select_rows
 from drafter_data.trainers.vocabulary import count_supervised, write_vocabulary
@@ -113,19 +112,21 @@ def write_linked_view(
     exclusions: tuple[Exclusion, ...],
     options: Mapping[str, str],
     command: Callable[[HandoffManifest], list[str]],
+    recover: bool = False,
 ) -> HandoffManifest:
     """Writes the view of every row that may be trained on into the folder `out`, all or nothing, and returns its manifest.
 
-    Returns the manifest that is there when `out` holds this very hand-off already. Raises InputError, UsageError, IdentityMismatch
-    (another model) or StoreError; then nothing is left.
+    `recover` copies the states instead of linking them (recovered_view.py); a killed copy goes on where it stopped. Returns the
+    manifest that is there when `out` holds this very hand-off already. Raises InputError, UsageError, IdentityMismatch (another
+    model) or StoreError; then nothing is left of links.
     """
     checkpoint = model_of_store(model, store)
-    selection = select_for(dataset, store, checkpoint, exclusions, options)
+    selection = select_for(dataset, store, checkpoint, exclusions, options, read_whole=False if recover else None)
     request = request_of(trainer, dataset, store, selection, model, options)
     existing = same_handoff(out, request)
     if existing is not None:
         return existing
-    if is_true(options, RECOVER):
+    if recover:
         with resuming(out, request) as folder:
             selection = write_recovered_states(folder, dataset, store, selection, checkpoint, options, state_file)
             refuse_selection(selection, dataset, store, exclusions, options)

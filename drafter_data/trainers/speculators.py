@@ -71,6 +71,7 @@ class SpeculatorsTrainer:
             exclusions=exclusions,
             options=options,
             command=lambda manifest: self.command(manifest, options),
+            recover=recover,
         )
 
     def command(self, manifest: HandoffManifest, options: Mapping[str, str]) -> list[str]:
