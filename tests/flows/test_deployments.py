@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from drafter_data.dataset import Dataset
+from drafter_data.errors import UsageError
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.folder import read_manifest
 from drafter_data.validation import validate_store
 from flows.local.following import artifact, follow, logs, read_run, send
 from flows.local.services import Services
+from tasks.training_run import check_deployment
 from tests.flows.conftest import parameters, write_run
 from tests.flows.test_resuming import wait_for
 from tests.trainers.test_job import is_running
@@ -95,16 +99,17 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
 def test_training_deployment_that_is_not_there_or_takes_something_else_is_refused_before_anything_is_done(
     services: Services, tmp_path: Path
 ) -> None:
-    run = write_run(tmp_path / "run.jsonl", 12)
-    for name, told in (
-        ("train/nowhere", "the Prefect server has none"),
-        ("refresh/nightly-refresh", "its flow has no parameter command"),
-    ):
-        given = parameters(run, tmp_path / "work", handoff={"launch": True, "deployment": name})
-        refused = ended(services, send(services, "extract-100k", given))
-        assert refused["state_type"] == "FAILED"
-        assert told in str(refused["state"]["message"])  # type: ignore[index]
-        assert not (tmp_path / "work/dataset").exists()
+    elsewhere = {"launch": True, "deployment": "train/nowhere"}
+    run_id = send(services, "extract-100k", parameters(write_run(tmp_path / "run.jsonl", 12), tmp_path / "work", handoff=elsewhere))
+    with temporary_settings({PREFECT_API_URL: services.api}):
+        with pytest.raises(UsageError, match="its flow has no parameter command"):
+            check_deployment("refresh/nightly-refresh")
+        with pytest.raises(UsageError, match="the Prefect server has none of that name"):
+            check_deployment("no-slash")
+    refused = ended(services, run_id)
+    assert refused["state_type"] == "FAILED"
+    assert "deployment-missing: training deployment 'train/nowhere'" in str(refused["state"]["message"])  # type: ignore[index]
+    assert not (tmp_path / "work/dataset").exists()
 
 
 def test_cancel_while_another_deployment_trains_cancels_its_run_and_ends_the_whole_job(services: Services, tmp_path: Path) -> None:

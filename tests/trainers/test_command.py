@@ -31,7 +31,7 @@ def test_handoff_command_launches_ridge_and_prints_one_json_document(world: Worl
     assert "![Samples by generation run](sources.svg)" in card
     pictures = {name: ElementTree.parse(tmp_path / f"out/{name}.svg") for name in ("lengths", "sources")}
     texts = {name: [text.text or "" for text in picture.iter(f"{SVG}text")] for name, picture in pictures.items()}
-    assert texts["sources"] == ["Samples by generation run", "run", "24"]
+    assert texts["sources"] == ["Samples by generation run", "a", "24"]
     assert sum(int(text) for text in texts["lengths"][2::2]) == 24
     assert len(list(pictures["lengths"].iter(f"{SVG}rect"))) == len(texts["lengths"][1::2])
 
