@@ -19,12 +19,13 @@ def drafter_data(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_handoff_command_launches_ridge_and_prints_one_json_document(world: World, tmp_path: Path) -> None:
     base = ["handoff", world.dataset.folder, world.store.root, "--model", world.model, "--out", tmp_path / "out"]
-    done = drafter_data(*base, "--launch", "--json")
+    done = drafter_data(*base, "--launch", "--json", "--option", "submit=env SUBMITTED=1")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["samples"] == 24
     assert Path(record["checkpoint"]["weights_file"]).is_file()
     assert 0 <= record["checkpoint"]["metrics"]["held_out_agreement"] <= 1
+    assert record["checkpoint"]["curve"][-1]["step"] == record["train_samples"]
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\n")
     assert "![Samples by tokens](lengths.svg)" in card
