@@ -6,7 +6,7 @@ PORT   ?= 4200
 # torch is left out of the hashed lock: where a CPU build of it is at hand, pip takes that instead of gigabytes of CUDA.
 TORCH  := torch==2.13.0
 
-.PHONY: help setup setup-test demo up down test test-real lint bench bench-real bench-merge lock soak
+.PHONY: help setup setup-test demo up down test test-real lint bench bench-real bench-merge lock soak reference
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -40,11 +40,11 @@ lint: setup-test ## ruff and pyright (strict)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 
-test: setup-test lint ## all tests that need no real engine, trainer or browser
-	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser"
+test: setup-test lint ## all tests that need no real engine, trainer, browser or PostgreSQL
+	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres"
 
-test-real: setup-test ## the tests with a real SGLang, vLLM, trainers and browser (makes their environments when missing)
-	@$(BIN)/pytest -m "real_engine or real_trainer or browser" --durations=10
+test-real: setup-test ## the tests with a real SGLang, vLLM, trainers, browser and PostgreSQL (makes their environments when missing)
+	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres" --durations=10
 
 BENCHMARKS := engine_alone seed_way ingest validation memory orchestration eta
 bench: setup-test ## benchmarks side by side, each in a minute or so; renews benchmarks/results.md
@@ -71,6 +71,9 @@ bench-handoff: setup-test ## links under 5 s for 10 GB, and conversion for SpecF
 
 soak: setup-test ## 20,000 samples under all transient faults, client and engine killed at random, 10 minutes or more
 	@$(BIN)/python -m tests.faults.soak
+
+reference: setup ## renew docs/reference.md from the parameters and contracts
+	@$(BIN)/python -m drafter_data.report.reference > docs/reference.md
 
 lock: ## renew the lock files (needs uv)
 	@uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
 
 from data_contracts.extraction import FAILURES_FOLDER
+from data_contracts.handoff import MANIFEST_FILE, HandoffManifest
 from data_contracts.plan import PLAN_FILE
-from data_contracts.status import ChunkStatus, LeaseStatus, PlanStatus, StoreStatus
+from data_contracts.status import (
+    VALIDATION_FILE,
+    ChunkStatus,
+    HandoffStatus,
+    LeaseStatus,
+    PlanStatus,
+    StoreStatus,
+    Throughput,
+)
+from data_contracts.validation import ValidationReport
 from drafter_data.costs import CostModel, latest_costs
+from drafter_data.dataset import Dataset
 from drafter_data.extraction.chunk import read_failures
+from drafter_data.files import write_atomic
+from drafter_data.lengths import profile_lengths
 from drafter_data.planning import load_plan, missing_samples, plan_folder
+from drafter_data.report.history import history_of_receipts, latest_stretch
+from drafter_data.report.training import read_curve
 from drafter_data.store.store import Store
+from drafter_data.workspace import DATASET_LINK, HANDOFF_LINK
+
+KEPT_FINDINGS = 100
 
 
 def store_status(store: Store) -> StoreStatus:
@@ -30,6 +50,7 @@ def store_status(store: Store) -> StoreStatus:
         free_bytes=space.f_bavail * space.f_frsize,
         plans=tuple(plan_status(store, path.name, leases, costs) for path in plans),
         leases=tuple(leases.values()),
+        throughput=_throughput(store),
     )
 
 
@@ -39,6 +60,23 @@ def lease_statuses(store: Store) -> dict[str, LeaseStatus]:
         key: LeaseStatus(chunk_key=key, holder=lease.holder, host=lease.host, expires_at=lease.expires_at, live=live)
         for key, (lease, live) in store.leases().items()
     }
+
+
+def work_status(work: Path, store: Store) -> StoreStatus:
+    """The status of a work folder's store, with the lengths of its latest dataset and its latest hand-off, where there are any."""
+    found, dataset, handoff = store_status(store), work / DATASET_LINK, work / HANDOFF_LINK / MANIFEST_FILE
+    lengths = profile_lengths(Dataset.open(dataset), bytes_per_token=store.identity.bytes_per_token) if dataset.exists() else None
+    manifest = HandoffManifest.model_validate_json(handoff.read_bytes()) if handoff.is_file() else None
+    told = HandoffStatus(manifest=manifest, curve=tuple(read_curve(manifest))) if manifest is not None else None
+    return found.model_copy(update={"lengths": lengths, "handoff": told})
+
+
+def keep_validation(store: Store, report: ValidationReport) -> None:
+    """Keeps the report beside the plan of its dataset, where there is one: the latest, for `status`."""
+    folder = plan_folder(store.root, report.dataset_id or "-")
+    if folder.is_dir():
+        few = report.model_copy(update={"findings": report.findings[:KEPT_FINDINGS]})
+        write_atomic(folder / VALIDATION_FILE, few.model_dump_json(indent=2) + "\n")
 
 
 def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], costs: CostModel | None) -> PlanStatus:
@@ -72,6 +110,7 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
         forecast=costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=store.identity.bytes_per_token)
         if costs is not None
         else None,
+        validation=_kept_validation(store, dataset_id),
     )
 
 
@@ -80,3 +119,22 @@ def _failed_samples(store: Store, dataset_id: str) -> dict[str, int]:
     written = [path.stem for path in (plan_folder(store.root, dataset_id) / FAILURES_FOLDER).glob("*.json")]
     found = [read_failures(store.root, dataset_id, key) for key in written]
     return {one.chunk_key: sum(failure.state_key not in store for failure in one.failures) for one in found if one is not None}
+
+
+def _kept_validation(store: Store, dataset_id: str) -> ValidationReport | None:
+    """None also where another version kept it: it is for people, and made again by each run."""
+    try:
+        return ValidationReport.model_validate_json((plan_folder(store.root, dataset_id) / VALIDATION_FILE).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _throughput(store: Store) -> Throughput | None:
+    receipts = list(store.receipts())
+    since = latest_stretch([receipt.committed_at for receipt in receipts])
+    history = history_of_receipts(receipts, sum(receipt.tokens for receipt in receipts), since=since)
+    if history is None:
+        return None
+    return Throughput(
+        started_at=since, ended_at=since + float(history.elapsed_n[-1]), tokens_per_second=tuple(map(float, history.rate_n[1:]))
+    )

@@ -26,6 +26,8 @@ from drafter_data.errors import InputError
 from drafter_data.files import TEMPORARY_PREFIX, fsync_folder, replace_link, temporary_name
 from drafter_data.runs.merge import merge_runs
 
+DATASET_LINK, HANDOFF_LINK, STORE_FOLDER = "dataset", "handoff", "store"
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -39,18 +41,18 @@ class Workspace:
     def of(cls, storage: StorageParameters) -> Workspace:
         """The work folder of flow parameters; relative paths are taken from the current folder."""
         folder = Path(storage.folder).expanduser().absolute()
-        store = Path(storage.store).expanduser().absolute() if storage.store else folder / "store"
+        store = Path(storage.store).expanduser().absolute() if storage.store else folder / STORE_FOLDER
         return cls(folder, store, int(storage.keep_free_gb * 1e9))
 
     @property
     def dataset_link(self) -> Path:
         """Names the latest dataset version."""
-        return self.folder / "dataset"
+        return self.folder / DATASET_LINK
 
     @property
     def handoff_link(self) -> Path:
         """Names the latest hand-off."""
-        return self.folder / "handoff"
+        return self.folder / HANDOFF_LINK
 
     @property
     def engine_folder(self) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
+from pathlib import Path
 from typing import cast
 from uuid import UUID
 
@@ -84,21 +86,27 @@ def shown_progress(session: ExtractionSession) -> Generator[None]:
         page.show(lambda: contents(last), last=True)
 
 
-def publish_extraction(store: Store, dataset_id: str, *, since: float, page: Page | None = None) -> None:
-    """The same page from a store's records alone, where chunks run elsewhere. `since` in `time.time()` seconds."""
+@contextmanager
+def shown_store(store_root: Path, dataset_id: str) -> Generator[None]:
+    """The same page from the store's records alone, while other processes and hosts extract the chunks."""
+    store, context, page, since = Store.open(store_root), copy_context(), Page("extraction-report"), time.time()
 
     def contents() -> tuple[str, list[str]]:
         store.refresh()
         plan = _plan_of(store, dataset_id)
-        total = sum(chunk.missing_tokens for chunk in plan.chunks)
-        mine = {chunk.key for chunk in plan.chunks}
-        receipts = [one for one in store.receipts() if one.chunk in mine]
-        done_tokens = sum(one.tokens for one in receipts)
-        history = history_of_receipts(receipts, done_tokens + total, since=since)
-        told = f"{plan.done:,} of {plan.samples:,} samples stored"
-        return told, extraction_parts(history or NOTHING_YET, plan)
+        ours = {chunk.key for chunk in plan.chunks}
+        receipts = [one for one in store.receipts() if one.chunk in ours]
+        total = sum(one.tokens for one in receipts) + sum(chunk.missing_tokens for chunk in plan.chunks)
+        history = history_of_receipts(receipts, total, since=since) or NOTHING_YET
+        return f"{plan.done:,} of {plan.samples:,} samples stored", extraction_parts(history, plan)
 
-    (page or Page("extraction-report")).show(contents, last=page is None)
+    reporter = Reporter(lambda: None, lambda _: context.run(page.show, contents), REPORT_SECONDS)
+    try:
+        yield
+    finally:
+        reporter.close()
+        page.show(contents, last=True)
+        store.close()
 
 
 def extraction_parts(history: History, plan: PlanStatus) -> list[str]:

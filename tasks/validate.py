@@ -15,7 +15,8 @@ from drafter_data.planning import load_plan
 from drafter_data.remedies import remedy
 from drafter_data.report.drawing import embedded
 from drafter_data.report.pictures import norms_picture
-from drafter_data.report.text import markdown_table
+from drafter_data.report.text import markdown_table, rechecks_text
+from drafter_data.status import keep_validation
 from drafter_data.store.store import Store
 from drafter_data.units import gigabytes
 from drafter_data.validation import validate_store
@@ -58,11 +59,13 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
     try:
         report = validate_store(store, Dataset.open(dataset))
         store.discard(damaged_states(store, report))
+        keep_validation(store, report)
     finally:
         store.close()
     told = _validation_summary(report)
     norms = embedded(norms_picture(report.layers), "Root mean square by layer") if report.layers else ""
-    publish_page("validation", told, norms, markdown_table(validation_rows(report)))
+    again = rechecks_text(report.rechecks) if report.rechecks is not None else ""
+    publish_page("validation", told, norms, again, markdown_table(validation_rows(report)))
     say(_validation_summary(report))
     return report
 

@@ -11,6 +11,7 @@ from cyclopts.validators import Number
 from data_contracts.validation import ValidationReport
 from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines, print_table
 from drafter_data.dataset import Dataset
+from drafter_data.report.text import rechecks_text
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 
@@ -55,12 +56,8 @@ def _print(report: ValidationReport) -> None:
         f"{report.samples:,} samples, {report.states:,} states, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({rate:.2f} GB/s): {report.errors} errors, {report.missing} missing, {report.orphans} orphans"
     )
-    if (again := report.rechecks) is not None:
-        print_lines(
-            f"{again.compared:,} extracted a second time ({again.earlier:,} from the beginning of the run): largest deviation "
-            f"{again.largest:.2g}, tolerance {again.tolerance:.2g}, {len(again.differing)} beyond it; "
-            f"{again.chunks_without} of {again.chunks} chunks without one"
-        )
+    if report.rechecks is not None:
+        print_lines(rechecks_text(report.rechecks))
     if report.layers:
         rows = [(one.layer, f"{one.rms_p01:.4g}", f"{one.rms_p50:.4g}", f"{one.rms_p99:.4g}") for one in report.layers]
         print_table("Root mean square of each stored layer", ("layer", "RMS p1", "p50", "p99"), rows)

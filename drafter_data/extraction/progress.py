@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from data_contracts.forecast import Forecast
 
@@ -100,10 +101,13 @@ class Progress:
             )
 
 
-class Reporter:
-    """Calls `report(snapshot)` every `every_seconds` from its own thread, and once more at the end."""
+Taken = TypeVar("Taken")
 
-    def __init__(self, take: Callable[[], Snapshot], report: Callable[[Snapshot], None], every_seconds: float) -> None:
+
+class Reporter(Generic[Taken]):
+    """Calls `report(take())` every `every_seconds` from its own thread, and once more at the end."""
+
+    def __init__(self, take: Callable[[], Taken], report: Callable[[Taken], None], every_seconds: float) -> None:
         self._take, self._report, self._every = take, report, every_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ Floats = NDArray[np.float64]
 
 MOST_POINTS = 512
 RECEIPT_BINS = 120
+PAUSE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,15 @@ class Track:
         )
 
 
+def latest_stretch(committed_at: Sequence[float]) -> float:
+    """When the latest stretch of work began: after the last pause of more than PAUSE_SECONDS. 0 where nothing was committed."""
+    told_n = np.sort(np.array([moment for moment in committed_at if moment > 0], dtype=np.float64))
+    if not len(told_n):
+        return 0.0
+    pauses = np.flatnonzero(np.diff(told_n) > PAUSE_SECONDS)
+    return float(told_n[pauses[-1] + 1] if len(pauses) else told_n[0])
+
+
 def history_of_receipts(receipts: Iterable[Receipt], total_tokens: int, *, since: float = 0.0) -> History | None:
     """The same from receipts that were committed after `since` (`time.time()` seconds), in equal steps; None where there are none.
 
@@ -82,7 +92,7 @@ def history_of_receipts(receipts: Iterable[Receipt], total_tokens: int, *, since
     if not len(told):
         return None
     start, seconds = float(told[:, 0].min()), max(float(np.ptp(told[:, 0])), 1e-3)
-    bins = int(min(RECEIPT_BINS, max(1, len(told) // 4)))
+    bins = int(min(RECEIPT_BINS, max(1, len(told) // 4), max(1, seconds)))
     tokens_b, edges = np.histogram(told[:, 0] - start, bins=bins, range=(0.0, seconds), weights=told[:, 1])
     return History(
         elapsed_n=edges,

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from data_contracts.validation import RecheckStatistics
+
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
@@ -27,6 +29,15 @@ def bar(share: float, width: int = 30) -> str:
     """`█████░░░░░`"""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)
+
+
+def rechecks_text(again: RecheckStatistics) -> str:
+    """What was extracted twice, and how far apart it was."""
+    return (
+        f"{again.compared:,} extracted a second time ({again.earlier:,} from the beginning of the run): largest deviation "
+        f"{again.largest:.2g}, tolerance {again.tolerance:.2g}, {len(again.differing)} beyond it; "
+        f"{again.chunks_without} of {again.chunks} chunks without one"
+    )
 
 
 def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:

@@ -53,7 +53,7 @@ def follow(services: Services, run_id: str, say: Callable[[str], None], *, timeo
 
 def read_run(services: Services, run_id: str) -> dict[str, Any]:
     """The flow run as the API gives it."""
-    reply = requests.get(f"{services.api}/flow_runs/{run_id}", timeout=30)
+    reply = services.call("GET", f"flow_runs/{run_id}")
     reply.raise_for_status()
     return reply.json()
 
@@ -75,6 +75,6 @@ def artifact(services: Services, run_id: str, key: str) -> dict[str, Any] | None
 
 
 def _post(services: Services, route: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    reply = requests.post(f"{services.api}/{route}", json=dict(body), timeout=30)
+    reply = services.call("POST", route, dict(body))
     reply.raise_for_status()
     return reply.json()

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
@@ -44,6 +44,8 @@ class Services:
 
     folder: Path
     port: int
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Further settings of Prefect for server, worker and commands: a database, a password."""
 
     @property
     def url(self) -> str:
@@ -66,7 +68,14 @@ class Services:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PREFECT_CLI_PROMPT": "false",
+            **self.settings,
         }
+
+    def call(self, method: str, route: str, body: object = None, *, timeout_seconds: float = 30.0) -> requests.Response:
+        """Asks the API, with the password where there is one. Raises requests.RequestException when it does not answer."""
+        user, _, password = self.settings.get("PREFECT_API_AUTH_STRING", "").partition(":")
+        auth = (user, password) if user else None
+        return requests.request(method, f"{self.api}/{route}", json=body, auth=auth, timeout=timeout_seconds)
 
     def start(self, say: Callable[[str], None]) -> None:
         """Starts everything. Raises ServiceFailed with the log's tail, or UsageError when the port is taken; then nothing runs."""
@@ -117,7 +126,7 @@ class Services:
 
     def as_started(self) -> Services:
         """The same folder with the port that its running server was given."""
-        return Services(self.folder, self._recorded().port)
+        return Services(self.folder, self._recorded().port, self.settings)
 
     def stop(self) -> list[str]:
         """Ends exactly what was started here, the latest first; returns the names of what was still running."""
@@ -156,7 +165,7 @@ class Services:
 
     def _worker_is_online(self) -> bool:
         try:
-            found = requests.post(f"{self.api}/work_pools/{POOL}/workers/filter", json={}, timeout=10)
+            found = self.call("POST", f"work_pools/{POOL}/workers/filter", {}, timeout_seconds=10.0)
         except requests.RequestException:
             return False  # a busy server; asked again until the time is up
         return found.ok and any(worker["status"] == "ONLINE" for worker in found.json())

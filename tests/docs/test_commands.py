@@ -14,6 +14,7 @@ import pytest
 
 from drafter_data.embedded.launch import free_port
 from drafter_data.remedies import REMEDIES
+from drafter_data.report.reference import reference
 
 ROOT = Path(__file__).parent.parent.parent
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
@@ -62,6 +63,32 @@ def test_runbook_commands_on_the_guides_store_exit_0(guide_folder: Path) -> None
     for command in commands_of("docs/runbook.md"):
         done = subprocess.run(command.split(), cwd=guide_folder, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+
+def test_readme_commands_on_what_a_run_left_exit_0(guide_folder: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ours = [command for command in commands_of("README.md") if command.startswith(".venv/bin/drafter-data ")]
+    assert len(ours) == 2
+    for command in ours:
+        here = command.removeprefix(".venv/bin/").replace(".demo/", "").replace(".demo", ".")
+        done = subprocess.run(here.split(), cwd=guide_folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    for shown in ("tokens a sample", "throughput", "chunks: ", "stored", "hand-off: ", "loss "):
+        assert shown in done.stdout, f"status of a work folder shows {shown!r}"
+
+
+def test_each_document_with_commands_is_run_by_a_test() -> None:
+    with_commands = {path.name for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if CONSOLE.search(path.read_text())}
+    run_by_tests = {
+        "README.md", "CONTRIBUTING.md", "guide.md", "runbook.md",  # here
+        "guide-sglang.md",  # tests/engines/test_guide.py
+        "team.md",  # tests/team/test_team.py
+    }  # fmt: skip
+    assert with_commands == run_by_tests
+
+
+def test_reference_is_what_the_code_says() -> None:
+    assert (ROOT / "docs/reference.md").read_text() == reference(), "parameters or contracts have changed: make reference"
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

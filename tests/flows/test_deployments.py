@@ -77,6 +77,16 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
         key: artifact(services, short, key) for key in ("merge", "lengths", "preflight", "forecast", "validation", "hand-off")
     }
     assert all(published.values())
+    pages = {
+        key: str((artifact(services, short, key) or {})["data"]) for key in ("lengths", "extraction-report", "training", "report")
+    }
+    assert all("](data:image/png;base64," in text for key, text in pages.items() if key != "report")
+    linked = [f"[{key}]({services.url}/artifacts/artifact/{(found or {})['id']})" for key, found in published.items()]
+    assert all(link in pages["report"] for link in linked), "the last page links to each artifact"
+    updates = {"filter": {"event": {"name": ["prefect.artifact.updated"]}}}
+    events = requests.post(f"{services.api}/events/filter", json=updates, timeout=30).json()["events"]
+    assert "image/png" not in str(events), "pictures are not kept once more in events"
+    assert f" · dataset {Dataset.open(done / 'dataset').record.dataset_id[:12]}, 12 samples, " in read_run(services, short)["name"]
     facts = {row["what"]: row["value"] for row in (published["hand-off"] or {})["rows"]}
     assert Path(facts["drafter"]).is_file()
     assert xxh3_of(Path(facts["drafter"])) == facts["drafter's xxh3-128"] in str(read_run(services, short)["state"]["message"])
