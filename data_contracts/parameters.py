@@ -5,6 +5,7 @@ Order of the fields is the order in the form.
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,73 @@ class Parameters(BaseModel):
     """Base of the form sections: closed to unknown fields, since a misspelt one would silently keep its default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+ReadRole = Literal["system", "developer", "user", "assistant", "tool", "call"]
+"""Roles that turns are read as; `call` is an assistant turn whose text is the JSON of its tool calls."""
+
+
+class MergeParameters(Parameters):
+    """Which rows a dataset holds and what of them is supervised. The merge command fills the same record from its flags."""
+
+    over_long: Literal["drop", "cut"] = Field(
+        default="drop",
+        title="Rows above the longest",
+        description="`drop` them, or `cut` ids and mask together to the limit minus (hash of the row modulo 256).",
+    )
+    supervise_reasoning: bool = Field(
+        default=True, title="Supervise reasoning", description="Off: an answer's reasoning stays in the row, out of the loss mask."
+    )
+    supervise_tool_calls: bool = Field(
+        default=True, title="Supervise tool calls", description="Off: an answer's calls stay in the row, out of the loss mask."
+    )
+    last_turn_only: bool = Field(
+        default=False, title="Last answer only", description="Supervise the last answer of a conversation alone."
+    )
+    roles: dict[str, ReadRole] = Field(
+        default_factory=dict[str, ReadRole],
+        title="Further roles",
+        description='Added to the role map, for example {"narrator": "system"}. A role that it does not name drops the row.',
+    )
+    special_text: Literal["drop", "keep"] = Field(
+        default="drop",
+        title="Rows that spell a control token",
+        description="`drop` them, or `keep` them as an engine would read them.",
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31,
+        title="Vocabulary size",
+        description="Tokenised rows with an id that is not below it are dropped. Empty: any id.",
+    )
+    max_dropped_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        title="Largest share of faulty rows",
+        description="A run above it stops the merge. Over-long rows, repeats and rows without a supervised token do not count.",
+    )
+    sample_rows: int | None = Field(
+        default=None, ge=1, le=10**12, title="Row budget", description="Keep a seeded sample of this many rows. Empty: all."
+    )
+    sample_tokens: int | None = Field(
+        default=None, ge=1, le=10**15, title="Token budget", description="Keep a seeded sample of at most this many tokens."
+    )
+    sample_seed: int = Field(default=0, ge=0, le=2**63 - 1, title="Seed of the sample", description="Another seed, other rows.")
+    template_time: datetime | None = Field(
+        default=None,
+        title="Time for the template",
+        description="What a chat template that writes the date is told. Empty: the time of the merge.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        title="Run the tokenizer's code",
+        description="Runs Python that comes in the tokenizer's folder (Kimi's tokenizer is such code): read it first.",
+    )
+    workers: int | None = Field(
+        default=None, ge=1, le=256, title="Reading processes", description="Empty: one a CPU, at most 8, for large input."
+    )
 
 
 class InputParameters(Parameters):
@@ -44,7 +112,10 @@ class InputParameters(Parameters):
         ge=2,
         le=10_000_000,
         title="Longest row (tokens)",
-        description="Longer rows are dropped. Empty: the engine's limit.",
+        description="Longer rows are dropped (or cut, below). Empty: the engine's limit.",
+    )
+    merge: MergeParameters = Field(
+        default=MergeParameters(), title="Merge", description="Which rows are kept and what of them is supervised."
     )
 
 

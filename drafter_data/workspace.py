@@ -25,6 +25,7 @@ from drafter_data.dataset import Dataset
 from drafter_data.errors import InputError
 from drafter_data.files import TEMPORARY_PREFIX, fsync_folder, replace_link, temporary_name
 from drafter_data.runs.merge import merge_runs
+from drafter_data.runs.options import MergeOptions
 
 DATASET_LINK, HANDOFF_LINK, STORE_FOLDER = "dataset", "handoff", "store"
 
@@ -77,13 +78,13 @@ class Workspace:
                 reason="folder-not-writable",
             ) from error
 
-    def merge(self, sources: Sequence[str], *, tokenizer: str, max_tokens: int | None) -> DatasetRecord:
+    def merge(self, sources: Sequence[str], options: MergeOptions, *, workers: int | None = None) -> DatasetRecord:
         """Merges runs into `datasets/<dataset_id>` and points `dataset` at it. Raises InputError."""
         datasets = self.folder / "datasets"
         datasets.mkdir(exist_ok=True)
         with _alone_in(datasets):
             scratch = datasets / temporary_name("merge")
-            record = merge_runs(sources, scratch, tokenizer=tokenizer, max_tokens=max_tokens)
+            record = merge_runs(sources, scratch, options=options, workers=workers)
             final = datasets / record.dataset_id
             if final.exists():
                 Dataset.open(final)

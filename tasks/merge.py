@@ -11,6 +11,7 @@ from data_contracts.dataset import DatasetRecord
 from data_contracts.parameters import InputParameters
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.sample_process import make_sample_runs as sample_runs_of
+from drafter_data.runs.options import MergeOptions
 from drafter_data.workspace import Workspace
 from tasks.publishing import STAGE, name_run, publish_table, say
 
@@ -32,7 +33,8 @@ def names_of_runs() -> str:
 @task(name="merge", task_run_name=names_of_runs, **STAGE)
 def merge_runs(workspace: Workspace, sources: list[str], parameters: InputParameters) -> DatasetRecord:
     """Publishes what was read, kept and dropped, by run and reason, and names the flow run after the dataset."""
-    record = workspace.merge(sources, tokenizer=parameters.tokenizer, max_tokens=parameters.max_tokens)
+    options = MergeOptions.of(parameters.merge, tokenizer=parameters.tokenizer, max_tokens=parameters.max_tokens)
+    record = workspace.merge(sources, options, workers=parameters.merge.workers)
     publish_table("merge", _summary(record), merge_rows(record))
     say(_summary(record))
     name_run(f"dataset {record.dataset_id[:12]}, {record.rows:,} samples, {record.tokens:,} tokens")

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from data_contracts.dataset import QUARANTINE_FILE, DatasetRecord, RunReport
+from data_contracts.parameters import MergeParameters, ReadRole
 from drafter_data.cli.output import print_lines, print_table
 from drafter_data.errors import UsageError
-from drafter_data.runs.conversations import ROLE_MAP
 from drafter_data.runs.merge import check_runs, merge_runs
-from drafter_data.runs.options import MergeOptions, OverLong, TokenizeOptions
+from drafter_data.runs.options import MergeOptions, OverLong
 
 
 def merge(
@@ -88,19 +88,23 @@ def merge(
     json
         Print the dataset's record as JSON.
     """
-    options = MergeOptions(
-        TokenizeOptions(
-            tokenizer, trust_remote_code, supervise_reasoning, supervise_tool_calls, last_turn_only, special_text, template_time
-        ),
-        max_tokens,
-        over_long,
-        vocab_size,
-        {**ROLE_MAP, **_roles(role)},
-        max_dropped_share,
-        sample_rows,
-        sample_tokens,
-        seed,
+    rules = MergeParameters(
+        over_long=over_long,
+        supervise_reasoning=supervise_reasoning,
+        supervise_tool_calls=supervise_tool_calls,
+        last_turn_only=last_turn_only,
+        roles=_roles(role),
+        special_text=special_text,
+        vocab_size=vocab_size,
+        max_dropped_share=max_dropped_share,
+        sample_rows=sample_rows,
+        sample_tokens=sample_tokens,
+        sample_seed=seed,
+        template_time=template_time,
+        trust_remote_code=trust_remote_code,
+        workers=workers,
     )
+    options = MergeOptions.of(rules, tokenizer=tokenizer, max_tokens=max_tokens)
     if check:
         reports = check_runs(runs, options, workers=workers)
         _print_check(reports, json)
@@ -144,11 +148,13 @@ def _cells(report: RunReport) -> tuple[object, ...]:
     return report.run, report.read, report.kept, dropped, report.kept_tokens, share, report.conflicts
 
 
-def _roles(pairs: Sequence[str]) -> dict[str, str]:
-    roles: dict[str, str] = {}
+def _roles(pairs: Sequence[str]) -> dict[str, ReadRole]:
+    roles: dict[str, ReadRole] = {}
     for pair in pairs:
         written, equals, read = pair.partition("=")
         if not equals or not written:
             raise UsageError(f"--role {pair}: expected written=read, for example narrator=system")
-        roles[written] = read
+        if read not in get_args(ReadRole):
+            raise UsageError(f"--role {pair}: expected one of {', '.join(get_args(ReadRole))} behind the =")
+        roles[written] = cast("ReadRole", read)
     return roles

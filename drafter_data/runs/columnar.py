@@ -7,14 +7,17 @@ ids as the record that it was made of.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from drafter_data.runs import reasons
 from drafter_data.runs.conversations import CONVERSATION_COLUMNS
-from drafter_data.runs.records import Record
+from drafter_data.runs.records import Record, broken
 from drafter_data.runs.rows import ID_COLUMNS, MASK_COLUMNS, PROMPT_COLUMNS
 
 _BATCH_ROWS: Final = 256
@@ -22,6 +25,15 @@ _COLUMNS: Final = frozenset(
     {"input_ids", "labels", "tools", "system", *MASK_COLUMNS, *CONVERSATION_COLUMNS, *PROMPT_COLUMNS, *ID_COLUMNS}
 )
 _NUMBERS: Final = frozenset({"input_ids", "labels", *MASK_COLUMNS})
+
+_VALUE_FAULTS: Final = (ValueError, OverflowError, pa.ArrowException)
+"""Text that is no UTF-8, times that Python has no name for: the file holds them, Python does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    reason: str
+    why: str
 
 
 def read_parquet(handle: IO[bytes], first_group: int = 0, last_group: int | None = None) -> Iterator[Record]:
@@ -49,13 +61,18 @@ def read_arrow(handle: IO[bytes]) -> Iterator[Record]:
 def _records(batches: Iterator[pa.RecordBatch] | Any, names: list[str]) -> Iterator[Record]:
     number = 0
     others = {name: None for name in names if name not in _COLUMNS}
+    twice = [name for name, times in Counter(names).items() if times > 1 and name in _COLUMNS]
+    if twice:
+        raise pa.ArrowInvalid(f"column {twice[0]} is there twice; which one is meant?")
     for batch in batches:
         for start in range(0, batch.num_rows, _BATCH_ROWS):
             part = batch.slice(start, _BATCH_ROWS)
             columns = {name: _values(name, part.column(name)) for name in part.schema.names if name in _COLUMNS}
             for row in range(part.num_rows):
                 number += 1
-                yield Record(number, {**{name: values[row] for name, values in columns.items()}, **others})
+                record = {**{name: values[row] for name, values in columns.items()}, **others}
+                faults = [value for value in record.values() if isinstance(value, _Unreadable)]
+                yield broken(number, faults[0].why, faults[0].reason) if faults else Record(number, record)
     yield Record(number, None, lines_only=True)
 
 
@@ -65,8 +82,18 @@ def _values(name: str, column: Any) -> list[Any]:
         flat = kind.value_type
         if (pa.types.is_integer(flat) or pa.types.is_boolean(flat)) and not column.flatten().null_count:
             return [scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None for scalar in column]
-    values = column.to_pylist()
+    try:
+        values = column.to_pylist()
+    except _VALUE_FAULTS:
+        values = [_value(scalar) for scalar in column]
     return [without_nulls(value) for value in values] if pa.types.is_nested(kind) and name not in _NUMBERS else values
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except _VALUE_FAULTS as error:
+        return _Unreadable(reasons.NOT_UNICODE if isinstance(error, UnicodeDecodeError) else reasons.MALFORMED, str(error))
 
 
 def without_nulls(value: Any) -> Any:

@@ -136,7 +136,7 @@ def _read_call(position: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         with suppress(ValueError):  # free-form arguments are passed to the template as the text that they are
-            arguments = json.loads(arguments)
+            arguments = _loads(arguments)
     read: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         read["id"] = call["id"]
@@ -154,7 +154,7 @@ def _joined(before: tuple[Turn, ...], turn: Turn) -> tuple[Turn, ...]:
 def _read_call_turn(position: int, text: str) -> Turn:
     """ShareGPT's `function_call`: the text is the JSON of one call or of a list of them; other text stays text."""
     try:
-        calls = json.loads(text)
+        calls = _loads(text)
     except ValueError:
         return Turn("assistant", text)
     calls = calls if isinstance(calls, list) else [calls]
@@ -170,14 +170,27 @@ def _read_tools(tools: Any) -> tuple[Any, ...]:
         tools = [tools]
     if not isinstance(tools, list):
         raise RowDropped(reasons.MALFORMED_TOOLS, f"tools: expected a list, found {type(tools).__name__}")
-    return tuple(json.loads(tool) if isinstance(tool, str) and tool.lstrip().startswith("{") else tool for tool in tools)
+    return tuple(
+        _json_of(tool, reasons.MALFORMED_TOOLS, "a tool as text that is no JSON")
+        if isinstance(tool, str) and tool.lstrip().startswith("{")
+        else tool
+        for tool in tools
+    )
 
 
 def _json_of(text: str, reason: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return _loads(text)
     except ValueError as error:
         raise RowDropped(reason, f"{what} ({error})") from error
+
+
+def _loads(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _check_order(turns: tuple[Turn, ...]) -> None:

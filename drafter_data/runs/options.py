@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
 
+from data_contracts.parameters import MergeParameters
 from drafter_data.errors import UsageError
 from drafter_data.runs.conversations import ROLE_MAP, ROLES
 
@@ -45,6 +46,30 @@ class MergeOptions:
     sample_rows: int | None = None
     sample_tokens: int | None = None
     seed: int = 0
+
+    @classmethod
+    def of(cls, rules: MergeParameters, *, tokenizer: str, max_tokens: int | None) -> MergeOptions:
+        """The options of the parameters that the flow's form and the merge command fill in."""
+        of_text = TokenizeOptions(
+            tokenizer,
+            rules.trust_remote_code,
+            rules.supervise_reasoning,
+            rules.supervise_tool_calls,
+            rules.last_turn_only,
+            rules.special_text,
+            rules.template_time,
+        )
+        return cls(
+            of_text,
+            max_tokens,
+            rules.over_long,
+            rules.vocab_size,
+            {**ROLE_MAP, **rules.roles},
+            rules.max_dropped_share,
+            rules.sample_rows,
+            rules.sample_tokens,
+            rules.sample_seed,
+        )
 
     def check(self) -> None:
         """Raises UsageError for a value out of bounds."""

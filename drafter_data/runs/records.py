@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from drafter_data.runs import reasons
 
@@ -24,7 +24,16 @@ class Record:
     lines_only: bool = False
 
 
+MAX_RECORD_BYTES: Final = 64 << 20
+"""A longer record is set aside: as Python's numbers it would take a gigabyte, and no engine takes millions of tokens."""
+KEPT_BYTES: Final = 1 << 16
+"""How much of a record that is too long is kept for the quarantine."""
+
+
 def broken(line: int, raw: str, reason: str) -> Record:
     """A record that cannot be read; its text goes to the quarantine."""
-    what = "bytes that are no UTF-8" if reason == reasons.NOT_UNICODE else "no complete JSON object"
-    return Record(line, None, reason, what, raw)
+    what = {
+        reasons.NOT_UNICODE: "bytes that are no UTF-8",
+        reasons.RECORD_TOO_LONG: f"more than {MAX_RECORD_BYTES >> 20} MiB in one record; are these rows?",
+    }
+    return Record(line, None, reason, what.get(reason, "no complete JSON object"), raw)

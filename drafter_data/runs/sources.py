@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
 import fsspec
@@ -82,6 +82,8 @@ def split_name(name: str) -> tuple[str, Form | None, Codec | None]:
 
 
 def _locate(source: str) -> tuple[Any, str]:
+    if not source:
+        raise InputError("a generation run without a name; expected a file, a folder or a URL", reason="run-missing")
     try:
         fs, path = fsspec.url_to_fs(source)
     except (ValueError, ImportError, OSError) as error:
@@ -108,13 +110,18 @@ def _names(paths: Sequence[str]) -> list[str]:
 def _find_run(name: str, fs: Any, path: str, source: str) -> Run:
     try:
         if fs.isdir(path):
-            listed = {found: int(info["size"] or 0) for found, info in fs.find(path, detail=True).items()}
+            listed = {found: _size_of(info) for found, info in fs.find(path, detail=True).items()}
         elif fs.exists(path):
-            listed = {path: int(fs.info(path)["size"] or 0)}
+            listed = {path: _size_of(fs.info(path))}
         else:
             raise InputError(f"{source}: no such generation run; expected a file, a folder or a URL", reason="run-missing")
     except OSError as error:
         raise InputError(f"{source}: cannot be read: {error.strerror or error}", reason="run-unreadable") from error
+    foreign = next((found for found in listed if not _is_unicode(found)), None)
+    if foreign is not None:
+        raise InputError(f"{foreign!a}: a file name that is no UTF-8; rename it", reason="run-unreadable")
+    if listed == {path: None}:
+        raise InputError(f"{source}: a pipe, socket or device; expected a file or a folder", reason="run-unreadable")
     files, skipped = _sort_files(fs, path, listed)
     if not files:
         found = f"only {', '.join(skipped[:3])}" if skipped else "no file"
@@ -126,7 +133,21 @@ def _find_run(name: str, fs: Any, path: str, source: str) -> Run:
     return Run(name, source, files, skipped)
 
 
-def _sort_files(fs: Any, root: str, listed: dict[str, int]) -> tuple[tuple[RunFile, ...], tuple[str, ...]]:
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _size_of(info: dict[str, Any]) -> int | None:
+    """Bytes of a file; None for what is no file (a pipe would be waited for without end)."""
+    dangling = info.get("islink") and not Path(info["name"]).exists()  # is opened, so that its name stands in the refusal
+    return None if info.get("type") == "other" and not dangling else int(info["size"] or 0)
+
+
+def _sort_files(fs: Any, root: str, listed: dict[str, int | None]) -> tuple[tuple[RunFile, ...], tuple[str, ...]]:
     files: list[RunFile] = []
     skipped: list[str] = []
     ours = f"{root}/{RECORD_FILE}" in listed  # a finished dataset: its rows are one file, the rest is about them
@@ -136,7 +157,7 @@ def _sort_files(fs: Any, root: str, listed: dict[str, int]) -> tuple[tuple[RunFi
         hidden = any(part.startswith((".", "_")) for part in PurePosixPath(name).parts)
         about = PurePosixPath(name).name in _NO_ROWS or (ours and name != ROWS_FILE)
         alone = path == root
-        if form is None or (codec is not None and form != "json") or (not alone and (hidden or about)):
+        if size is None or form is None or (codec is not None and form != "json") or (not alone and (hidden or about)):
             skipped.append(name)
         else:
             files.append(RunFile(name, _url(fs, path), form, codec, size))

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from data_contracts.identity import state_key_of_bytes
+from drafter_data.dataset import DATASET_SCHEMA
 
 SPILL_SCHEMA: Final = pa.schema(
     [
@@ -28,8 +29,8 @@ SPILL_SCHEMA: Final = pa.schema(
         ("num_tokens", pa.int32()),
         ("num_supervised", pa.int32()),
         ("source_id", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
+        ("input_ids", DATASET_SCHEMA.field("input_ids").type),  # as they are written in the end: a cast would copy them
+        ("loss_mask", DATASET_SCHEMA.field("loss_mask").type),
     ]
 )
 """`unit` is the piece of a file that the row comes from; `line` counts within that piece."""
@@ -92,8 +93,8 @@ class Spill:
                 pa.array(lengths, pa.int32()),
                 pa.array([row.num_supervised for row in rows], pa.int32()),
                 pa.array([row.source_id for row in rows], pa.string()),
-                _lists([row.ids_s for row in held], len(rows), np.dtype(np.int32)),
-                _lists([row.mask_s for row in held], len(rows), np.dtype(np.uint8)),
+                _lists([row.ids_s for row in held], len(rows), SPILL_SCHEMA.field("input_ids").type),
+                _lists([row.mask_s for row in held], len(rows), SPILL_SCHEMA.field("loss_mask").type),
             ],
             schema=SPILL_SCHEMA,
         )
@@ -139,7 +140,7 @@ def take_rows(rows: pa.Table, order: NDArray[np.int64]) -> pa.Table:
         column = rows.column(name)
         if pa.types.is_list(column.type):
             lists = [row for chunk in column.chunks for row in _views(chunk)]
-            columns[name] = _lists([lists[i] for i in order], len(order), np.dtype(column.type.value_type.to_pandas_dtype()))
+            columns[name] = _lists([lists[i] for i in order], len(order), column.type)
         else:
             columns[name] = column.take(pa.array(order))
     return pa.table(columns, schema=rows.schema).combine_chunks()
@@ -154,8 +155,8 @@ def _keys(joined: bytes) -> pa.Array:
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(20), len(joined) // 20, [None, pa.py_buffer(joined)])
 
 
-def _lists(rows: list[Any], count: int, dtype: np.dtype[Any]) -> pa.ListArray:
+def _lists(rows: list[Any], count: int, kind: pa.ListType) -> pa.ListArray:
     offsets = np.zeros(count + 1, dtype=np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1 : len(rows) + 1])
-    values = np.concatenate(rows) if rows else np.zeros(0, dtype=dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.from_numpy_dtype(dtype)))
+    values = np.concatenate(rows) if rows else []
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind.value_type), type=kind)

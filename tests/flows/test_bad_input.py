@@ -74,6 +74,15 @@ def test_empty_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not (tmp_path / "work" / "dataset").exists()
 
 
+def test_share_of_faulty_rows_above_the_forms_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Path(write_run(tmp_path / "run.jsonl", 12))
+    run.write_text(run.read_text() + '{"messages": []}\n')
+    given = parameters(run, tmp_path / "work")
+    given["input"]["merge"] = {"max_dropped_share": 0.01}
+    refused(given, tmp_path / "work", "empty-conversation", "1 of 13 rows", "run.jsonl:13", caplog=caplog)
+    assert not (tmp_path / "work" / "dataset").exists()
+
+
 def test_engine_that_is_not_there(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = {"url": "http://127.0.0.1:9", "model": str(model), "dump_folder": str(tmp_path)}
     given = parameters(write_run(tmp_path / "run.jsonl", 12), tmp_path / "work", engine=engine)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 Row = dict[str, Any]
-TEXT_FORMS = ("jsonl", "json", "jsonl.gz", "jsonl.zst", "json.gz")
+TEXT_FORMS = ("jsonl", "json", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst")
 TABLE_FORMS = ("parquet", "arrow", "folder")
 FORMS = (*TEXT_FORMS, *TABLE_FORMS)
 

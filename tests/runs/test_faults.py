@@ -60,6 +60,15 @@ def test_byte_order_mark_is_stripped_at_the_start_of_a_file_only(tmp_path: Path,
     assert texts_of(tmp_path / "out") == {rendered(row) for row in rows}
 
 
+@pytest.mark.parametrize("position", [1, 2])
+def test_byte_order_mark_before_a_later_record_is_set_aside_without_it(tmp_path: Path, position: int) -> None:
+    lines = [json.dumps(row).encode() for row in GOOD]
+    lines[position] = b"\xef\xbb\xbf" + lines[position]
+    record = merge_runs([write_bytes(tmp_path / "r.jsonl", b"\n".join(lines))], tmp_path / "out")
+    assert (record.runs[0].kept, record.runs[0].dropped) == (3, {"malformed": 1})
+    assert [(e["line"], e["record"]) for e in quarantine_of(tmp_path / "out")] == [(position + 1, "\ufeff")]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("position", [0, 1, 3])
 def test_line_separators_inside_text_survive_byte_for_byte(tmp_path: Path, form: str, position: int) -> None:
@@ -217,15 +226,16 @@ def test_tokenised_row_that_is_out_of_step_is_dropped_by_reason(
 def test_row_that_is_none_has_one_reason_and_the_run_goes_on(tmp_path: Path, bad: Any, reason: str, position: int) -> None:
     rows: list[Any] = list(GOOD)
     rows.insert(position, bad)
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    record = merge_runs([str(path)], tmp_path / "out")
+    form = {0: "jsonl", 2: "json", 3: "jsonl.zst"}[position]
+    text = json.dumps(rows) if form == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+    path = write_bytes(tmp_path / f"r.{form}", text.encode())
+    record = merge_runs([path], tmp_path / "out")
     assert (record.runs[0].read, record.runs[0].kept, record.runs[0].dropped) == (4, 3, {reason: 1})
     set_aside = quarantine_of(tmp_path / "out")
     if reason == "no-supervised-token":
         assert set_aside == []
     else:
-        assert [(e["file"], e["line"], e["reason"]) for e in set_aside] == [("r.jsonl", position + 1, reason)]
+        assert [(e["file"], e["line"], e["reason"]) for e in set_aside] == [(f"r.{form}", position + 1, reason)]
         assert json.loads(set_aside[0]["record"]) == bad
 
 
@@ -275,7 +285,8 @@ def test_optional_keys_of_other_rows_do_not_change_a_rows_ids(tmp_path: Path) ->
         assert alone.rows == 1
 
 
-def test_tools_as_text_as_list_or_absent_work_per_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", TEXT_FORMS)
+def test_tools_as_text_as_list_or_absent_work_per_row(tmp_path: Path, form: str) -> None:
     tools = [{"name": "f", "description": "é"}]
     rows = [
         chat("q", "a", tools=json.dumps(tools)),
@@ -284,7 +295,7 @@ def test_tools_as_text_as_list_or_absent_work_per_row(tmp_path: Path) -> None:
         chat("q", "a", tools=""),
         chat("q", "a", tools=[json.dumps(tools[0])]),
     ]
-    record = merge_runs([write_run(tmp_path, "r", "jsonl", rows)], tmp_path / "out")
+    record = merge_runs([write_run(tmp_path, "r", form, rows)], tmp_path / "out")
     assert (record.rows, record.runs[0].dropped) == (2, {"repeat": 3})
 
 
@@ -338,6 +349,7 @@ def test_conversation_forms_in_use_give_the_same_ids(tmp_path: Path) -> None:
         {"messages": [{"role": r, "content": [c]} for r, c in turns]},
         {"messages": [{"role": r, "content": c} for r, c in turns[1:]], "system": "be"},
         {"messages": json.dumps([{"role": r, "content": c} for r, c in turns])},
+        {"conversation": [{"role": r.upper(), "content": {"type": "text", "text": c}} for r, c in turns]},
     ]
     record = merge_runs([write_run(tmp_path, "r", "jsonl", rows)], tmp_path / "out")
     assert (record.rows, record.runs[0].dropped) == (1, {"repeat": len(rows) - 1})
@@ -354,3 +366,16 @@ def test_other_mask_columns_mean_the_same(tmp_path: Path, mask: str) -> None:
     a = write_run(tmp_path, "a", "jsonl", [tokens([4, 5, 6], [0, 1, 1])])
     record = merge_runs([a, write_run(tmp_path, "b", "parquet", [row])], tmp_path / "out")
     assert (record.rows, record.runs[1].dropped) == (1, {"repeat": 1})
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_reasoning_and_developer_turns_reach_the_template(tmp_path: Path, key: str, form: str) -> None:
+    row = chat("q", "a")
+    row["messages"][1][key] = "hm"
+    row["messages"].insert(0, {"role": "developer", "content": "be"})
+    merge_runs([write_run(tmp_path, "r", form, [row])], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == {
+        "<|im_start|>developer\nbe<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\na<|im_end|>\n"
+    }
