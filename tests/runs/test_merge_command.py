@@ -68,6 +68,24 @@ def test_merge_with_bad_usage_exits_2_with_one_line(
     assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
 
 
+def test_merge_prints_a_line_a_run_with_the_reports_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [chat("q", "a", id=1), chat("q", "a", id=2), chat("q", "b", id=1), {"messages": []}, {"x": 1}]
+    a, b = write_run(tmp_path, "first", "jsonl", rows), write_run(tmp_path, "second", "json", [chat("q", "c", id=3)])
+    assert run(["merge", a, b, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    reports = Dataset.open(tmp_path / "out").record.runs
+    for report in reports:
+        cells = [cell.strip() for line in printed.splitlines() if report.run in line for cell in line.split("│")[1:-1]]
+        dropped = ", ".join(f"{reason} {count}" for reason, count in report.dropped.items()) or "-"
+        share = f"{report.supervised_tokens / report.kept_tokens:.0%}"
+        assert cells == [
+            report.run, str(report.read), str(report.kept), dropped, str(report.kept_tokens), share, str(report.conflicts)
+        ]  # fmt: skip
+    assert [report.dropped for report in reports] == [{"empty-conversation": 1, "foreign-row": 1, "repeat": 1}, {}]
+    assert "2 rows set aside in" in printed
+    assert "ids that stand for more than one content (all of them are kept): 1" in printed
+
+
 # One value a field that is not its default, the flag that says the same, and the name under which the record keeps it.
 GIVEN: dict[str, tuple[Any, list[str], str]] = {
     "over_long": ("cut", ["--over-long", "cut"], "over_long"),

@@ -15,11 +15,17 @@ from drafter_data.errors import InputError
 from drafter_data.runs.merge import check_runs, merge_runs
 from drafter_data.runs.options import MergeOptions
 from drafter_data.tokenising.builtin import BuiltinTokenizer
-from tests.runs.forms import FORMS, TABLE_FORMS, chat, tokens, write_run
+from tests.runs.forms import FORMS, TABLE_FORMS, Row, chat, tokens, write_run
 
 DECODE = BuiltinTokenizer().decode
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-CHATS = st.builds(lambda q, a, i: chat(q, a, id=i), WORDS, WORDS, st.sampled_from(["1", "2", "3"]))
+
+
+def chat_with_id(question: str, answer: str, source_id: str) -> Row:
+    return chat(question, answer, id=source_id)
+
+
+CHATS = st.builds(chat_with_id, WORDS, WORDS, st.sampled_from(["1", "2", "3"]))
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=6).map(
     lambda pairs: tokens([i for i, _ in pairs], [int(m) for _, m in pairs])
 )

@@ -96,6 +96,17 @@ def test_killed_merge_leaves_nothing_that_looks_finished_and_is_swept(large: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_merge_broken_off_at_the_keyboard_leaves_nothing(large: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "drafter_data", "merge", str(large), "--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".tmp-out.*/spill/w*")):
+        assert process.poll() is None, "the merge ended before it could be broken off"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: the readers are told as well
+    _, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr, list(tmp_path.iterdir())) == (130, "", [])
+
+
 def _group_is_alive(group: int) -> bool:
     try:
         os.killpg(group, 0)

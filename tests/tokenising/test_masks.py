@@ -191,6 +191,24 @@ def test_template_with_drifting_turns_drops_the_row(tmp_path: Path) -> None:
     assert caught.value.reason == reasons.MASK_DRIFT
 
 
+def test_hashes_follow_tokenizer_and_template_not_the_folder(tmp_path: Path) -> None:
+    style = STYLES["chatml"]
+    folders = {
+        "one": write_tokenizer(tmp_path / "one", style.template, style.specials),
+        "copy": write_tokenizer(tmp_path / "copy", style.template, style.specials),
+        "other template": write_tokenizer(tmp_path / "t", style.template + " ", style.specials),
+        "other tokens": write_tokenizer(tmp_path / "v", style.template, (*style.specials, "<|more|>")),
+    }
+    found = {name: load_chat_tokenizer(TokenizeOptions(str(folder))) for name, folder in folders.items()}
+    hashes = {name: (one.tokenizer_hash, one.template_hash) for name, one in found.items()}
+    tokenizer, template = hashes["one"]
+    assert hashes["copy"] == (tokenizer, template)
+    assert hashes["other template"][0] == tokenizer
+    assert hashes["other template"][1] != template
+    assert hashes["other tokens"][0] != tokenizer
+    assert hashes["other tokens"][1] == template
+
+
 def test_tokenizer_without_template_or_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         load_chat_tokenizer(TokenizeOptions("meta-llama/Llama-3.1-8B"))
