@@ -25,10 +25,10 @@ from drafter_data.trainers.registry import trainer_named
 
 SPECULATORS_OPTIONS = {
     "device": "cpu",
-    "epochs": "12",
-    "checkpoint_freq": "12",
+    "epochs": "2",
+    "checkpoint_freq": "2",
     "save_best": "false",
-    "lr": "3e-3",
+    "lr": "5e-3",
     "mask_token_id": "0",
     "total_seq_len": "2048",
     "hidden_states_dtype": "float32",
