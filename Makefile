@@ -41,10 +41,10 @@ lint: setup-test ## ruff and pyright (strict)
 	@$(BIN)/pyright
 
 test: setup-test lint ## all tests that need no real engine, trainer, browser or PostgreSQL
-	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres"
+	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres and not large"
 
 test-real: setup-test ## the tests with a real SGLang, vLLM, trainers, browser and PostgreSQL (makes their environments when missing)
-	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres" --durations=10
+	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres or large" --durations=10
 
 BENCHMARKS := engine_alone seed_way ingest validation memory orchestration eta
 bench: setup-test ## benchmarks side by side, each in a minute or so; renews benchmarks/results.md
@@ -52,6 +52,7 @@ bench: setup-test ## benchmarks side by side, each in a minute or so; renews ben
 
 bench-real: setup-test ## the same on a real SGLang and against speculators on a real vLLM (makes their environments when missing)
 	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 96 --mean-tokens 300 > /dev/null
+	@$(BIN)/python -m benchmarks.eta_real > /dev/null
 	@tests/real_trainers/setup.sh $(TRAINERS)
 	@$(BIN)/python -m benchmarks.peer > /dev/null
 

@@ -113,12 +113,17 @@ def main() -> None:
         sys.stdout.write(json.dumps({**result, "peak_rss_mb": peak_rss_mb()}))
         return
     with work_folder(options.work) as work:
-        stub_checkpoint(work / "model", hidden_size=HIDDEN, num_layers=8)
-        write_large_dataset(work / "dataset", options.samples)
-        planned = run_module("benchmarks.memory", "--phase", "plan", "--folder", str(work))
-        fake_receipts(work / "store", Dataset.open(work / "dataset"), options.samples - LEFT)
-        resumed = run_module("benchmarks.memory", "--phase", "resume", "--folder", str(work))
+        planned, resumed = plan_and_resume(work, options.samples)
     _publish(options.samples, planned, resumed)
+
+
+def plan_and_resume(work: Path, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both phases, each in a process of its own: what they took and their peak RSS in MB."""
+    stub_checkpoint(work / "model", hidden_size=HIDDEN, num_layers=8)
+    write_large_dataset(work / "dataset", samples)
+    planned = run_module("benchmarks.memory", "--phase", "plan", "--folder", str(work))
+    fake_receipts(work / "store", Dataset.open(work / "dataset"), samples - LEFT)
+    return planned, run_module("benchmarks.memory", "--phase", "resume", "--folder", str(work))
 
 
 def _publish(samples: int, planned: dict[str, Any], resumed: dict[str, Any]) -> None:

@@ -16,8 +16,16 @@ class CostFit(Record):
     source: str = "observed"
 
 
+class StageForecast(Record):
+    """Wall seconds of a stage after the extraction, from `runs` earlier ones on the store (none: from an assumed rate)."""
+
+    stage: str
+    seconds: float
+    runs: int
+
+
 class Forecast(Record):
-    """Wall seconds and bytes of the remaining work, with a 90 % interval."""
+    """Wall seconds and bytes of the remaining extraction, with a 90 % interval, and the stages that follow it."""
 
     seconds: float
     low_seconds: float
@@ -25,3 +33,9 @@ class Forecast(Record):
     bytes: int
     samples: int
     tokens: int
+    following: tuple[StageForecast, ...] = ()
+
+    @property
+    def total_seconds(self) -> float:
+        """Until the hand-off is there."""
+        return self.seconds + sum(stage.seconds for stage in self.following)

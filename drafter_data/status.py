@@ -29,6 +29,7 @@ from drafter_data.lengths import profile_lengths
 from drafter_data.planning import load_plan, missing_samples, plan_folder
 from drafter_data.report.history import history_of_receipts, latest_stretch
 from drafter_data.report.training import read_curve
+from drafter_data.stage_costs import following_stages
 from drafter_data.store.store import Store
 from drafter_data.workspace import DATASET_LINK, HANDOFF_LINK
 
@@ -100,6 +101,12 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
             )
         )
     samples = sum(chunk.samples for chunk in chunks)
+    forecast = None
+    if costs is not None:
+        per_token = store.identity.bytes_per_token
+        forecast = costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=per_token)
+        following = following_stages(store.root, sum(chunk.tokens for chunk in plan.chunks) * per_token)
+        forecast = forecast.model_copy(update={"following": following})
     return PlanStatus(
         dataset_id=dataset_id,
         samples=samples,
@@ -107,9 +114,7 @@ def plan_status(store: Store, dataset_id: str, leases: dict[str, LeaseStatus], c
         missing=len(missing.tokens_n),
         excluded=len(plan.excluded),
         chunks=tuple(chunks),
-        forecast=costs.forecast(missing.tokens_n, in_flight=costs.usual_in_flight, bytes_per_token=store.identity.bytes_per_token)
-        if costs is not None
-        else None,
+        forecast=forecast,
         validation=_kept_validation(store, dataset_id),
     )
 

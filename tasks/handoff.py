@@ -19,6 +19,7 @@ from drafter_data.files import replace_link
 from drafter_data.gate import exclusions
 from drafter_data.planning import load_plan
 from drafter_data.report.training import read_curve
+from drafter_data.stage_costs import observe_stage
 from drafter_data.store.store import Store
 from drafter_data.trainers.base import Trainer
 from drafter_data.trainers.handoff import hand_off
@@ -45,6 +46,7 @@ def give_to_trainer(
     """Writes the trainer's view into a folder of its own and points `handoff` at it."""
     opened, store = Dataset.open(dataset), Store.open(workspace.store)
     options = {"max_error_rate": str(gate.max_error_rate), **options_of(parameters)}
+    started = time.monotonic()
     try:
         left_out = exclusions(load_plan(store.root, opened.record.dataset_id), gate, opened)
         base = workspace.handoff_folder(parameters.trainer, opened.record.dataset_id, left_out, options)
@@ -61,6 +63,7 @@ def give_to_trainer(
                 keep_free_bytes=workspace.keep_free_bytes,
             ),
         )
+        observe_stage(store.root, "hand-off", manifest.bytes, time.monotonic() - started)
     finally:
         store.close()
     replace_link(workspace.handoff_link, out)

@@ -14,6 +14,7 @@ from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.extraction.campaign import pending_chunks, plan_over
 from drafter_data.planning import load_plan, missing_samples
+from drafter_data.stage_costs import following_stages
 from drafter_data.store.store import Store
 from drafter_data.units import duration, gigabytes
 from drafter_data.workspace import Workspace
@@ -50,11 +51,14 @@ def forecast(
     """Publishes time and bytes to come, from this engine's history and the canary's probes."""
     store = Store.open(workspace.store)
     try:
-        remaining = missing_samples(store, load_plan(workspace.store, dataset_id)).tokens_n
+        plan = load_plan(workspace.store, dataset_id)
+        remaining = missing_samples(store, plan).tokens_n
     finally:
         store.close()
     costs = CostModel.load(costs_path(workspace.store, checked.fingerprint))
     found = costs.forecast(remaining, in_flight=checked.in_flight, bytes_per_token=checked.bytes_per_token)
+    all_bytes = sum(chunk.tokens for chunk in plan.chunks) * checked.bytes_per_token
+    found = found.model_copy(update={"following": following_stages(workspace.store, all_bytes)})
     fit = costs.fit(in_flight=checked.in_flight)
     publish_facts(
         "forecast",
@@ -62,7 +66,12 @@ def forecast(
         {
             "samples to extract": found.samples,
             "tokens": found.tokens,
-            "time": f"{duration(found.seconds)} ({duration(found.low_seconds)} to {duration(found.high_seconds)}, 90 %)",
+            "extraction": f"{duration(found.seconds)} ({duration(found.low_seconds)} to {duration(found.high_seconds)}, 90 %)",
+            **{
+                f"then {one.stage}": f"{duration(one.seconds)}{'' if one.runs else ' (assumed: it has not run on this store yet)'}"
+                for one in found.following
+            },
+            "all until the hand-off": duration(found.total_seconds),
             "bytes": gigabytes(found.bytes),
             "a request": f"{fit.fixed_seconds * 1e3:.2f} ms + {fit.linear_seconds_per_token * 1e6:.2f} us a token",
             "from": f"{fit.observations:,} requests observed" if fit.observations else "a guess: nothing observed yet",

@@ -16,6 +16,7 @@ from drafter_data.remedies import remedy
 from drafter_data.report.drawing import embedded
 from drafter_data.report.pictures import norms_picture
 from drafter_data.report.text import markdown_table, rechecks_text
+from drafter_data.stage_costs import observe_stage
 from drafter_data.status import keep_validation
 from drafter_data.store.store import Store
 from drafter_data.units import gigabytes
@@ -60,6 +61,7 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
         report = validate_store(store, Dataset.open(dataset))
         store.discard(damaged_states(store, report))
         keep_validation(store, report)
+        observe_stage(store.root, "validate", report.bytes, report.seconds)
     finally:
         store.close()
     told = _validation_summary(report)

@@ -135,9 +135,10 @@ def throughput_text(found: Throughput) -> str:
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """Time left, its 90 % interval, the finish time and the bytes to come."""
-    finish = time.strftime("%a %H:%M", time.localtime(time.time() + forecast.seconds))
+    """Time left, its 90 % interval, what follows, the finish time and the bytes to come."""
+    finish = time.strftime("%a %H:%M", time.localtime(time.time() + forecast.total_seconds))
+    then = "".join(f", {one.stage} {duration(one.seconds)}" for one in forecast.following)
     return (
-        f"{duration(forecast.seconds)} ({duration(forecast.low_seconds)}-{duration(forecast.high_seconds)}), done {finish}, "
+        f"{duration(forecast.seconds)} ({duration(forecast.low_seconds)}-{duration(forecast.high_seconds)}){then}, done {finish}, "
         f"{gigabytes(forecast.bytes)} to come"
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,17 +47,34 @@ class Outliers:
     """Signatures of committed samples, the newest of them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._kept: deque[NDArray[np.float64]] = deque(maxlen=MOST_KEPT)
+        self._on_trial = 0
 
     def add(self, signature: NDArray[np.float64]) -> None:
         """Takes in a sample that is right."""
-        with self._lock:
+        with self._changed:
             self._kept.append(signature)
+            self._changed.notify_all()
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """Until `ENOUGH` samples are known only that many are looked at side by side, the others wait: each of the first ones costs
+        a further request.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._kept) + self._on_trial < ENOUGH or len(self._kept) >= ENOUGH)
+            self._on_trial += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._on_trial -= 1
+                self._changed.notify_all()
 
     def deviation(self, signature: NDArray[np.float64]) -> float | None:
         """Largest distance from the median in robust standard deviations; None while too few samples are known."""
-        with self._lock:
+        with self._changed:
             kept = np.array(self._kept)
         if len(kept) < ENOUGH:
             return None

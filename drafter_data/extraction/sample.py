@@ -117,7 +117,8 @@ class SampleExtractor:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
             extracted = self.fetch(work, given_up, alone=alone)
             try:
-                self._check_likeness(work, extracted.dump, given_up)
+                with self._outliers.turn():
+                    self._check_likeness(work, extracted.dump, given_up)
                 receipt = self._store.commit(
                     extracted.dump,
                     work.state_key,
