@@ -15,7 +15,7 @@ from drafter_data.errors import InputError
 from drafter_data.runs.merge import check_runs, merge_runs
 from drafter_data.runs.options import MergeOptions
 from drafter_data.tokenising.builtin import BuiltinTokenizer
-from tests.runs.forms import FORMS, TABLE_FORMS, Row, chat, tokens, write_run
+from tests.runs.forms import FORMS, TABLE_FORMS, Row, chat, tokens, write_bytes, write_run
 
 DECODE = BuiltinTokenizer().decode
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -96,6 +96,35 @@ def test_text_and_ids_survive(rows: list[Any], form: str) -> None:
             else:
                 ids.add((tuple(sample.input_ids_s.tolist()), tuple(sample.loss_mask_s.tolist())))
         assert (texts, ids) == (expected_text, expected_ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 6),
+    form=st.sampled_from(["jsonl", "json", "jsonl.gz"]),
+    place=st.floats(0, 1),
+    length=st.integers(0, 200),
+    junk=st.binary(max_size=20) | st.sampled_from([b'"', b"\\", b"{", b"}", b"]", b"\n", b"\xff", b'{"a": "', b"]}", b"\0"]),
+)
+def test_damage_at_any_place_costs_the_touched_rows_alone(count: int, form: str, place: float, length: int, junk: bytes) -> None:
+    lines = [json.dumps(chat(f'q{i} "{{[', f"a{i} é", id=i), ensure_ascii=False).encode() for i in range(count)]
+    is_array = form == "json"
+    data = b"[" + b",\n".join(lines) + b"]" if is_array else b"\n".join(lines)
+    start = int(place * len(data))
+    damaged = data[:start] + junk + data[start + length :]
+    untouched = [line for line in lines if data.index(line) + len(line) < start or data.index(line) > start + length]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = write_bytes(folder / f"r.{form}", damaged)
+        record = tolerant([path], folder / "out")
+        kept = set() if isinstance(record, str) else {DECODE(s.input_ids_s) for s in Dataset.open(folder / "out").samples()}
+        if not isinstance(record, str):
+            report = record.runs[0]
+            assert report.read == report.kept + sum(report.dropped.values())
+    expected = {
+        "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in json.loads(line)["messages"]) for line in untouched
+    }
+    assert expected <= kept
 
 
 @settings(max_examples=25, deadline=None)
