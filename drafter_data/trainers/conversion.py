@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import DrafterDataError, InputError, LeaseHeld
 from drafter_data.files import TEMPORARY_PREFIX, fsync_file, fsync_folder, start_writeback, temporary_name, xxh3_of
 from drafter_data.trainers.folder import PROGRESS_FILE
+from drafter_data.trainers.options import whole_number
 from drafter_data.trainers.selection import HandoffRow, exclusion_of
 
 _QUEUED_A_WORKER = 4
@@ -121,6 +122,11 @@ def _locked(folder: Path) -> Generator[None]:
         raise LeaseHeld(f"another process converts into {folder}; wait, or stop it", reason="conversion-running") from error
     finally:
         os.close(descriptor)
+
+
+def workers_of(options: Mapping[str, str]) -> int:
+    """How many samples to convert at once: the option `workers`, or one a core, up to eight."""
+    return whole_number(options, "workers") or min(8, len(os.sched_getaffinity(0)))
 
 
 def convert_rows(

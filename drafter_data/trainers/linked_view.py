@@ -121,7 +121,7 @@ def write_linked_view(
     model) or StoreError; then nothing is left of links.
     """
     checkpoint = model_of_store(model, store)
-    selection = select_for(dataset, store, checkpoint, exclusions, options, read_whole=False if recover else None)
+    selection = select_for(dataset, store, checkpoint, exclusions, options, read_whole=True if recover else None)
     request = request_of(trainer, dataset, store, selection, model, options)
     existing = same_handoff(out, request)
     if existing is not None:
@@ -129,7 +129,6 @@ def write_linked_view(
     if recover:
         with resuming(out, request) as folder:
             selection = write_recovered_states(folder, dataset, store, selection, checkpoint, options, state_file)
-            refuse_selection(selection, dataset, store, exclusions, options)
             return _finish(trainer, folder, out, dataset, store, selection, checkpoint, request, options, command)
     with building(out) as folder:
         (folder / STATES_FOLDER).mkdir()

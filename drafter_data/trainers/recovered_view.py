@@ -9,7 +9,6 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,12 @@ from numpy.typing import NDArray
 
 from drafter_data.checkpoints import Checkpoint, RmsNorm
 from drafter_data.dataset import Dataset, Sample
-from drafter_data.errors import InputError
+from drafter_data.errors import InputError, StoreError
 from drafter_data.files import read_ahead
-from drafter_data.safetensors_file import NUMPY_DTYPES, TensorFile, as_float32, state_header
+from drafter_data.safetensors_file import NUMPY_DTYPES, as_float32, state_header
 from drafter_data.store.store import Store
-from drafter_data.trainers.conversion import HashingFile, convert_rows
-from drafter_data.trainers.options import whole_number
-from drafter_data.trainers.selection import HandoffRow, Selection, check_whole
+from drafter_data.trainers.conversion import HashingFile, convert_rows, workers_of
+from drafter_data.trainers.selection import HandoffRow, Selection, checked_state
 
 OPTION = "recover_pre_norm"
 _SMALLEST_SCALE = 1e-6
@@ -41,17 +39,18 @@ def write_recovered_states(
     options: Mapping[str, str],
     file_of: Callable[[int], str],
 ) -> Selection:
-    """Writes a state file for every row; returns the selection without the rows whose state failed its checks, with new checksums.
+    """Writes a state file for every row, which must have been read whole before; returns the selection with the new checksums.
 
-    Raises InputError (`norm-not-invertible`) where the norm's scale is zero in a channel.
+    A row's file is named by its place, so none can be left out any more: raises StoreError when one fails its checks now, and
+    InputError (`norm-not-invertible`) where the norm's scale is zero in a channel.
     """
     writer = RecoveredWriter(store, model.final_norm())
-    workers = whole_number(options, "workers") or min(8, len(os.sched_getaffinity(0)))
+    workers = workers_of(options)
     converted, excluded = convert_rows(folder, dataset, selection.rows, file_of, writer.write, workers, writer.read_ahead)
-    rows = [
-        replace(row, bytes=converted[n].bytes, xxh3=converted[n].xxh3) for n, row in enumerate(selection.rows) if n in converted
-    ]
-    return Selection(rows, sorted([*selection.exclusions, *excluded], key=lambda exclusion: exclusion.sample_key))
+    if excluded:
+        raise StoreError(f"a state changed during the hand-off: {excluded[0].detail}; try again")
+    rows = [replace(row, bytes=converted[n].bytes, xxh3=converted[n].xxh3) for n, row in enumerate(selection.rows)]
+    return Selection(rows, selection.exclusions)
 
 
 class RecoveredWriter:
@@ -74,11 +73,7 @@ class RecoveredWriter:
 
     def write(self, row: HandoffRow, sample: Sample, out: HashingFile) -> None:
         """Raises SampleError, MalformedFile or StateCorrupt when the state is not what its receipt says."""
-        receipt = self._store.find(row.state_key)
-        assert receipt is not None, "selected rows have receipts"
-        source = self._store.path_of(row.state_key)
-        with TensorFile.open(source) as file:
-            check_whole(file, source, receipt, f"sample {row.sample_key[:12]}")
+        with checked_state(self._store, row) as (file, receipt):
             states_slh = np.array(file.array("hidden_states"))
             final_sh = as_float32(states_slh[:, -1], receipt.dtype) / self._scale_h
             states_slh[:, -1] = _in_storage_form(final_sh, receipt.dtype)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -199,6 +200,16 @@ def check_whole(file: TensorFile, path: Path, receipt: Receipt, label: str) -> N
             "run fsck, extract it again",
             reason="checksum",
         )
+
+
+@contextmanager
+def checked_state(store: Store, row: HandoffRow) -> Generator[tuple[TensorFile, Receipt]]:
+    """A selected row's state and receipt. Raises SampleError or MalformedFile when the one is not what the other says."""
+    receipt, path = store.find(row.state_key), store.path_of(row.state_key)
+    assert receipt is not None, "selected rows have receipts"
+    with TensorFile.open(path) as file:
+        check_whole(file, path, receipt, f"sample {row.sample_key[:12]}")
+        yield file, receipt
 
 
 def state_bytes(dataset: Dataset, store: Store) -> int:

@@ -15,7 +15,6 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import threading
@@ -35,14 +34,13 @@ from drafter_data.checkpoints import Checkpoint as Model
 from drafter_data.dataset import Dataset, Sample
 from drafter_data.errors import IdentityMismatch, TrainingFailed, UsageError
 from drafter_data.files import read_ahead, write_atomic, xxh3_of
-from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
 from drafter_data.trainers.card import write_card
-from drafter_data.trainers.conversion import HashingFile, convert_rows, resuming
+from drafter_data.trainers.conversion import HashingFile, convert_rows, resuming, workers_of
 from drafter_data.trainers.folder import CHECKPOINT_FOLDER, files_table, make_manifest, request_of, same_handoff, seal
 from drafter_data.trainers.linked_view import model_of_store, refuse_selection, select_for
 from drafter_data.trainers.options import environment_prefix, on_cpu, whole_number
-from drafter_data.trainers.selection import HandoffRow, Selection, check_whole, state_bytes
+from drafter_data.trainers.selection import HandoffRow, Selection, checked_state, state_bytes
 from drafter_data.trainers.specforge_config import RUN_ID, draft_config, write_target, write_vocab_mapping, yaml_config
 from drafter_data.trainers.verifier_norm import VerifierNorm, as_torch, require_torch
 from drafter_data.trainers.vocabulary import count_supervised
@@ -156,7 +154,7 @@ def _convert(
         part = "train" if n < train else "validation"
         return f"{part}/rows_{first:08d}-{first + _ROWS_A_FOLDER:08d}/data_{place:08d}.ckpt"
 
-    workers = whole_number(options, "workers") or min(8, len(os.sched_getaffinity(0)))
+    workers = workers_of(options)
     with _settings_of_torch():
         converted, excluded = convert_rows(folder, dataset, selection.rows, file_of, writer.write, workers, writer.read_ahead)
     kept = sorted(converted)
@@ -183,11 +181,7 @@ class SampleWriter:
 
     def write(self, row: HandoffRow, sample: Sample, out: HashingFile) -> None:
         """Raises SampleError, MalformedFile or StateCorrupt when the state is not what its receipt says."""
-        receipt = self._store.find(row.state_key)
-        assert receipt is not None, "selected rows have receipts"
-        source = self._store.path_of(row.state_key)
-        with TensorFile.open(source) as file:
-            check_whole(file, source, receipt, f"sample {row.sample_key[:12]}")
+        with checked_state(self._store, row) as (file, receipt):
             states_slh = as_torch(file.array("hidden_states"), receipt.dtype)
             self._torch.save(self._tensors(states_slh, sample), out)
 

@@ -23,6 +23,7 @@ from drafter_data.trainers.folder import check_folder, read_files_table
 from drafter_data.trainers.handoff import hand_off
 from drafter_data.trainers.registry import trainer_named
 from tests.store.making import write_dataset
+from tests.trainers.test_defects import damage
 from tests.trainers.world import LAYERS, Row, World, commit_states, identity_of_model, make_world
 
 
@@ -182,7 +183,13 @@ def test_post_norm_store_is_recovered_for_speculators_where_that_is_asked_for(
     tmp_path: Path, model: Path, answers: list[Row]
 ) -> None:
     world, out = post_norm_world(tmp_path, model, answers[:12]), tmp_path / "out"
-    manifest = hand_off_to(world, out, recover_pre_norm="true")
+    damage(world, 4, "nan")
+    manifest = hand_off_to(world, out, recover_pre_norm="true", max_error_rate="0.1")
+    assert [exclusion.reason for exclusion in manifest.exclusions] == ["not-finite"]
+    ids = [
+        load_file(path)["token_ids"].tolist() for path in sorted((out / "states").iterdir(), key=lambda path: int(path.stem[3:]))
+    ]
+    assert ids == [ids_s.tolist() for ids_s, _ in read_arrow_dataset(out / "data")]
     assert manifest.options["recover_pre_norm"] == "true"
     assert "before the norm again, as post / scale" in (out / "README.md").read_text()
     norm = Checkpoint.open(model).final_norm()
