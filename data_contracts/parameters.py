@@ -5,12 +5,16 @@ Order of the fields is the order in the form.
 
 from __future__ import annotations
 
+from copy import copy
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from data_contracts.identity import FinalNorm
+
+EngineKind = Literal["embedded", "sglang", "sglang-unlabelled", "vllm"]
+DumpFolderMode = Literal["exclusive", "shared"]
 
 
 class Parameters(BaseModel):
@@ -122,7 +126,7 @@ class InputParameters(Parameters):
 class EngineParameters(Parameters):
     """The inference server and where it dumps."""
 
-    kind: Literal["embedded", "sglang", "sglang-unlabelled", "vllm"] = Field(
+    kind: EngineKind = Field(
         default="embedded", title="Engine", description="`embedded` needs no GPU and no model: it makes a small one."
     )
     url: str | None = Field(
@@ -138,7 +142,7 @@ class EngineParameters(Parameters):
         title="Dump folder",
         description="Where the engine writes its dumps, usually below /dev/shm. Ours, mode 0700.",
     )
-    dump_folder_mode: Literal["exclusive", "shared"] = Field(
+    dump_folder_mode: DumpFolderMode = Field(
         default="exclusive",
         title="Dump folder use",
         description="`exclusive` sweeps strays older than 60 s; `shared` touches nothing of others.",
@@ -156,6 +160,27 @@ class EngineParameters(Parameters):
         title="Launch flags",
         description="Added when the flow starts the engine itself, one argument a line.",
     )
+
+
+def _as_engine(name: str) -> Any:
+    """The field of EngineParameters, so that both forms say the same."""
+    return copy(EngineParameters.model_fields[name])
+
+
+class ChunkEngineParameters(Parameters):
+    """The engine of a chunk, as far as it is the same on all hosts: URL and dump folder are each host's own."""
+
+    kind: EngineKind = _as_engine("kind")
+    model: str | None = _as_engine("model")
+    dump_folder_mode: DumpFolderMode = _as_engine("dump_folder_mode")
+    layers: tuple[int, ...] | None = _as_engine("layers")
+    final_norm: FinalNorm = _as_engine("final_norm")
+    launch_flags: tuple[str, ...] = _as_engine("launch_flags")
+
+    @classmethod
+    def of(cls, engine: EngineParameters) -> ChunkEngineParameters:
+        """What a run tells the hosts of its engine."""
+        return cls.model_validate(engine.model_dump(include=set(cls.model_fields)))
 
 
 class ExtractionParameters(Parameters):
@@ -237,6 +262,52 @@ class StorageParameters(Parameters):
     keep_free_gb: float = Field(
         default=1.0, ge=0, le=100_000, title="Keep free (GB)", description="Extraction stops, resumable, below this."
     )
+
+
+class WatchParameters(Parameters):
+    """Where generation runs arrive, when one counts as finished, and how it becomes rows."""
+
+    runs: tuple[str, ...] = Field(
+        default=(),
+        title="Folders of runs",
+        description="A folder (whose files and folders are runs) or a URL pattern (its matches). Empty: runs/ of the work folder.",
+    )
+    marker: str = Field(
+        default="_SUCCESS",
+        min_length=1,
+        max_length=100,
+        pattern="^[^/]+$",
+        title="Marker file",
+        description="In a run's folder, or beside a file as <file>.<marker>: the run is finished.",
+    )
+    settled_minutes: float | None = Field(
+        default=10.0,
+        ge=0,
+        le=100_000,
+        title="Settled after (minutes)",
+        description="Without a marker a run is finished when nothing in it changed for so long. Empty: only the marker counts.",
+    )
+    tokenizer: str = Field(
+        default="builtin",
+        title="Tokenizer",
+        description="`builtin`, or a local Hugging Face tokenizer folder (extra `tokenize`).",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        le=10_000_000,
+        title="Longest row (tokens)",
+        description="Longer rows are dropped. Empty: the engine's limit.",
+    )
+    hand_off: Literal["grown", "delta"] = Field(
+        default="grown",
+        title="Hand off",
+        description="`grown`: the whole new version. `delta`: only the rows that no earlier night handed off.",
+    )
+
+    def merging(self, runs: tuple[str, ...]) -> InputParameters:
+        """The merge's parameters for the runs that were found."""
+        return InputParameters(runs=runs, tokenizer=self.tokenizer, max_tokens=self.max_tokens)
 
 
 class ChunkParameters(Parameters):

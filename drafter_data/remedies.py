@@ -78,6 +78,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "state-size": _DAMAGED,
         "state-unreadable": f"mend the store's disk, run `drafter-data fsck STORE --deep --repair`, {_THEN}",
         "checksum": _DAMAGED,
+        "store-busy": f"another run works on this store: wait for it or end it, {_THEN}",
         "lease-held": f"another run works on this chunk: wait for it, {_THEN}",
         "conversion-running": f"another process converts into this folder: wait for it or end it, {_THEN}",
         # rows, hand-off and earlier extractions

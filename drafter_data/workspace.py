@@ -2,6 +2,8 @@
 
 FOLDER/datasets/<dataset_id>/   FOLDER/dataset -> the latest
 FOLDER/handoffs/<name>/         FOLDER/handoff -> the latest
+FOLDER/deltas/<dataset_id>/     what was new in a version, where a delta was handed off
+FOLDER/refreshed.json, nights.jsonl    what the nightly run has worked through, and what each night did
 FOLDER/store/                   unless another store is named
 FOLDER/engine/                  log, dumps and model of an engine that the flow starts itself
 FOLDER/sample-runs/<name>/      generated runs, where none are named

@@ -8,9 +8,12 @@ from typing import Any, cast
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
 from prefect.states import Completed
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from data_contracts.extraction import GateReport
+from data_contracts.handoff import HandoffManifest
 from data_contracts.parameters import (
     EngineParameters,
     ExtractionParameters,
@@ -18,14 +21,18 @@ from data_contracts.parameters import (
     InputParameters,
     StorageParameters,
 )
+from data_contracts.preflight import PreflightReport
 from drafter_data.engines.starting import model_of, running_engine, state_bytes_per_token
 from drafter_data.extraction.campaign import CHUNKS_AT_ONCE
+from drafter_data.hosts import this_host
+from drafter_data.store.activity import working
 from drafter_data.workspace import Workspace
 from flows.outcome import in_one_line
 from tasks import extract as chunks
 from tasks import handoff as trainer
 from tasks import lengths, merge, plan, preflight, validate
 from tasks.publishing import publish_report
+from tasks.send import send_chunks
 
 # The cast: Prefect's decorator names its runner's type invariantly.
 CHUNK_RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=CHUNKS_AT_ONCE))
@@ -64,22 +71,45 @@ def run_stages(
     workspace = Workspace.of(storage)
     workspace.prepare()
     trainer.check_training(handoff)
-    runs = list(source.runs) or merge.make_sample_runs(workspace, source.sample_count, source.seed)
-    record = merge.merge_runs(workspace, runs, source)
-    dataset = workspace.dataset_folder(record.dataset_id)
+    with working(workspace.store, f"extract run {flow_run.name}"):
+        runs = list(source.runs) or merge.make_sample_runs(workspace, source.sample_count, source.seed)
+        record = merge.merge_runs(workspace, runs, source)
+        dataset = workspace.dataset_folder(record.dataset_id)
+        checked, gate = bring_states(workspace, dataset, engine, extraction, handoff.trainer, source.seed)
+        manifest = trainer.give_to_trainer(workspace, dataset, Path(checked.provenance.model), gate, handoff)
+        return trained(manifest, handoff)
+
+
+def bring_states(
+    workspace: Workspace,
+    dataset: Path,
+    engine: EngineParameters,
+    extraction: ExtractionParameters,
+    trainer_name: str,
+    seed: int,
+) -> tuple[PreflightReport, GateReport]:
+    """Stages 2 to 8: every state of a dataset in the store, validated, or a reason for each that is not."""
+    dataset_id = dataset.name
+    on_hosts = extraction.fan_out == "deployment"
+    engine = this_host().fill(engine) if on_hosts else engine
     lengths.profile(dataset, state_bytes_per_token(engine, model_of(engine, workspace)))
 
     with running_engine(engine, workspace) as running:
-        checked = preflight.check(workspace, dataset, running, extraction, handoff.trainer)
+        checked = preflight.check(workspace, dataset, running, extraction, trainer_name)
         pending = plan.make_plan(workspace, dataset, extraction, checked)
-        plan.forecast(workspace, record.dataset_id, checked)
-        session = chunks.session_of(workspace, dataset, running, extraction, checked, source.seed)
-        ended = chunks.extract_chunks(session, pending, extraction)
+        plan.forecast(workspace, dataset_id, checked)
+        session = chunks.session_of(workspace, dataset, running, extraction, checked, seed)
+        ended = {} if on_hosts else chunks.extract_chunks(session, pending, extraction)
+    if on_hosts:  # an engine that was started here is not kept from the chunks' own
+        ended = send_chunks(session, pending)
 
-    validate.pass_gate(workspace, record.dataset_id, extraction.max_error_rate, "extraction", ended)
+    validate.pass_gate(workspace, dataset_id, extraction.max_error_rate, "extraction", ended)
     validate.validate(workspace, dataset)
-    gate = validate.pass_gate(workspace, record.dataset_id, extraction.max_error_rate, "validation", ended)
-    manifest = trainer.give_to_trainer(workspace, dataset, Path(checked.provenance.model), gate, handoff)
+    return checked, validate.pass_gate(workspace, dataset_id, extraction.max_error_rate, "validation", ended)
+
+
+def trained(manifest: HandoffManifest, handoff: HandoffParameters) -> State[Any]:
+    """Starts the training job, where it is to be started, and watches it to its end."""
     if not handoff.launch:
         return Completed(message=f"{manifest.samples:,} samples handed off to {manifest.trainer}; its job is yours to start")
     checkpoint = trainer.train(manifest, handoff)

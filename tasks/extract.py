@@ -21,7 +21,6 @@ from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.workspace import Workspace
 from tasks.pages import shown_progress
 from tasks.publishing import STAGE, say
-from tasks.send import send_chunks
 
 RETRY_SECONDS = 5.0
 HELD = "Held"
@@ -93,8 +92,6 @@ def extract_chunks(settings: SessionSettings, chunks: list[Chunk], parameters: E
     """Runs all chunks and shows progress; returns how each chunk that failed ended. The ledger decides, not the tasks."""
     if not chunks:
         return {}
-    if parameters.fan_out == "deployment":
-        return send_chunks(settings, chunks)
     with shared_session(settings) as session, shown_progress(session):
         try:
             ended = _run_all(settings, chunks, parameters.chunk_retries, wait=False)

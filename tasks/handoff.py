@@ -43,12 +43,12 @@ def give_to_trainer(
     gate: GateReport,
     parameters: HandoffParameters,
 ) -> HandoffManifest:
-    """Writes the trainer's view into a folder of its own and points `handoff` at it."""
+    """Writes the trainer's view into a folder of its own and points `handoff` at it. The gate's dataset is this one or holds it."""
     opened, store = Dataset.open(dataset), Store.open(workspace.store)
     options = {"max_error_rate": str(gate.max_error_rate), **options_of(parameters)}
     started = time.monotonic()
     try:
-        left_out = exclusions(load_plan(store.root, opened.record.dataset_id), gate, opened)
+        left_out = exclusions(load_plan(store.root, gate.dataset_id), gate, opened)
         base = workspace.handoff_folder(parameters.trainer, opened.record.dataset_id, left_out, options)
         out, manifest = in_a_free_folder(
             base,

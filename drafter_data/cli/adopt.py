@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from data_contracts.parameters import EngineParameters
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.cli.output import SHOWN_FINDINGS, console, findings_table, print_json, print_lines
 from drafter_data.dataset import Dataset
+from drafter_data.store.activity import working
 from drafter_data.store.store import Store
 from drafter_data.trainers.adopt import Adoption, AdoptReport, identity_for
 from drafter_data.trainers.adopt_recheck import engine_recheck
@@ -71,12 +73,14 @@ def adopt(
     opened = Store.open(store, identity_for(extraction, verifier, layers))
     try:
         adoption = Adoption(extraction, opened, verifier)
-        if url is None:
-            report = adoption.run()
-        else:
-            settings = EngineParameters(kind=kind, url=url, model=str(model), dump_folder=str(dump_folder) if dump_folder else None)
-            with engine_recheck(settings, opened.identity, verifier) as recheck:
-                report = adoption.run(recheck, rechecks)
+        with working(store, "drafter-data adopt"), ExitStack() as stack:
+            recheck = None
+            if url is not None:
+                settings = EngineParameters(
+                    kind=kind, url=url, model=str(model), dump_folder=str(dump_folder) if dump_folder else None
+                )
+                recheck = stack.enter_context(engine_recheck(settings, opened.identity, verifier))
+            report = adoption.run(recheck, rechecks)
     finally:
         opened.close()
     if json:

@@ -30,6 +30,7 @@ for _name, _module in {
     "engine": "engine:app",
     "status": "status:status",
     "fsck": "fsck:fsck",
+    "gc": "gc:gc",
     "adopt": "adopt:adopt",
     "sample-runs": "sample_runs:sample_runs",
 }.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from data_contracts.forecast import Forecast
+from data_contracts.identity import KEY_HEX_DIGITS
 from data_contracts.lengths import LengthProfile
 from data_contracts.status import HandoffStatus, PlanStatus, StoreStatus, Throughput
 from data_contracts.validation import ValidationReport
@@ -62,7 +63,8 @@ def _print(report: StoreStatus) -> None:
         _print_plan(plan)
     for lease in report.leases:
         until = time.strftime("%H:%M:%S", time.localtime(lease.expires_at))
-        print_lines(f"chunk {lease.chunk_key[:12]}: {lease.holder} on {lease.host} until {until}{'' if lease.live else ' (gone)'}")
+        what = f"chunk {lease.chunk_key[:12]}" if len(lease.chunk_key) == KEY_HEX_DIGITS else "run"
+        print_lines(f"{what}: {lease.holder} on {lease.host} until {until}{'' if lease.live else ' (gone)'}")
     if report.handoff is not None:
         _print_handoff(report.handoff)
 

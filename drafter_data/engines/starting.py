@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import requests
 
 from data_contracts.parameters import EngineParameters
 from drafter_data.checkpoints import Checkpoint
@@ -20,15 +23,29 @@ from drafter_data.errors import InputError, PreflightRefused
 from drafter_data.workspace import Workspace
 
 EMBEDDED_READY_SECONDS = 60.0
+ENGINE_POLL_SECONDS = 2.0
 READY_SECONDS = 7200.0
 """Weights of hundreds of gigabytes take their time from a cold disk."""
 RAM_DISK = Path("/dev/shm")  # noqa: S108 - a folder of our own, 0700, is made in it
 
 
-def engine_of_this_host(settings: EngineParameters) -> EngineParameters:
-    """The settings with the URL and the dump folder that this host's environment names, so that one queue serves many hosts."""
-    own = {"url": os.environ.get("DRAFTER_DATA_ENGINE_URL"), "dump_folder": os.environ.get("DRAFTER_DATA_DUMP_FOLDER")}
-    return settings.model_copy(update={name: value for name, value in own.items() if value})
+def wait_for_engine(settings: EngineParameters, seconds: float) -> None:
+    """Waits until the engine at the named URL answers, at most `seconds`: what comes then says better what is wrong.
+
+    A host whose engine is gone would else fail one chunk after another as fast as the queue has them.
+    """
+    if settings.url is None:
+        return
+    deadline = time.monotonic() + seconds
+    while not _answers(settings.url) and time.monotonic() < deadline:
+        time.sleep(ENGINE_POLL_SECONDS)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url.rstrip('/')}/health", timeout=10).ok
+    except requests.RequestException:
+        return False
 
 
 def model_of(settings: EngineParameters, workspace: Workspace) -> Path | None:

@@ -22,6 +22,7 @@ from drafter_data.extraction.session import ExtractionSession, SessionSettings, 
 from drafter_data.gate import judge
 from drafter_data.planning import make_plan, missing_samples
 from drafter_data.preflight import run_preflight
+from drafter_data.store.activity import working
 from drafter_data.store.store import Store
 
 REPORT_SECONDS = 5.0
@@ -51,7 +52,7 @@ def run_campaign(
         tolerance=found.canary.tolerance,
         keep_free_bytes=keep_free_bytes,
     )
-    with shared_session(settings) as session:
+    with working(store_root, "drafter-data extract"), shared_session(settings) as session:
         reporter = Reporter(session.snapshot, report, REPORT_SECONDS) if report else None
         try:
             extract_all(session, pending_chunks(plan, session.store))

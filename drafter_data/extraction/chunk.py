@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Generator, Iterable
@@ -35,6 +33,7 @@ from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
 from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
 from drafter_data.safetensors_file import as_float32
+from drafter_data.store.activity import host_label
 from drafter_data.verification import states_distance
 
 LEASE_POLL_SECONDS = 1.0
@@ -70,7 +69,7 @@ def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = 
 @contextmanager
 def _held(session: ExtractionSession, chunk_key: str, *, wait: bool) -> Generator[None]:
     """Holds the chunk's lease. The lease of a holder that is gone ends by itself (store/leases.py)."""
-    holder = f"pid {os.getpid()} on {socket.gethostname()}"
+    holder = host_label()
     with ExitStack() as stack:
         while True:
             try:

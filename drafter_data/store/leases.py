@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,18 +20,23 @@ from pydantic import ValidationError
 from data_contracts.record import Record
 from drafter_data.errors import LeaseHeld
 from drafter_data.files import write_atomic
+from drafter_data.hosts import LEASE_SECONDS, this_host
 
-LEASE_SECONDS = 60.0
 RENEW_SECONDS = 15.0
+RENEWALS_A_LEASE = 4
 
 
 class Lease(Record):
-    """Who holds a chunk until when. `process` is `<boot id>/<pid namespace>/<pid>/<start ticks>`, which no later one repeats."""
+    """Who holds a chunk, or works on the store, until when; it is renewed at least every `seconds`.
+
+    `process` is `<boot id>/<pid namespace>/<pid>/<start ticks>`, which no later one repeats.
+    """
 
     holder: str
     host: str
     process: str
     expires_at: float
+    seconds: float = LEASE_SECONDS
 
 
 class Leases:
@@ -40,6 +44,7 @@ class Leases:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._host = this_host()
         self._held: dict[str, Lease] = {}
         self._seen: dict[str, tuple[Lease, float]] = {}
         self._lock = threading.Lock()
@@ -47,8 +52,11 @@ class Leases:
         self._renewer: threading.Thread | None = None
 
     @contextmanager
-    def hold(self, key: str, holder: str) -> Generator[None]:
-        """Holds `key`. Raises LeaseHeld, with the holder named, when another live holder has it."""
+    def hold(self, key: str, holder: str, among: Callable[[Mapping[str, Lease]], None] | None = None) -> Generator[None]:
+        """Holds `key`. Raises LeaseHeld, with the holder named, when another live holder has it.
+
+        `among` is given all live leases while nobody else can take one, and may refuse by raising.
+        """
         with self._guard():
             current = self._read(key)
             if current is not None and self._is_live(key, current):
@@ -56,7 +64,15 @@ class Leases:
                     f"chunk {key[:12]} is held by {current.holder} on {current.host} until "
                     f"{time.strftime('%H:%M:%S', time.localtime(current.expires_at))}; wait, or stop that run"
                 )
-            lease = Lease(holder=holder, host=socket.gethostname(), process=own_process(), expires_at=time.time() + LEASE_SECONDS)
+            if among is not None:
+                among({name: lease for name, (lease, live) in self.all().items() if live})
+            lease = Lease(
+                holder=holder,
+                host=self._host.host_name,
+                process=own_process(),
+                expires_at=self._expiry(),
+                seconds=self._host.lease_seconds,
+            )
             write_atomic(self._path(key), lease.model_dump_json())
         with self._lock:
             self._held[key] = lease
@@ -78,6 +94,11 @@ class Leases:
         leases = ((key, self._read(key)) for key in sorted(keys))
         return {key: (lease, self._is_live(key, lease)) for key, lease in leases if lease is not None}
 
+    def find(self, key: str) -> tuple[Lease, bool] | None:
+        """The lease of `key`, and whether its holder lives; None where there is none."""
+        lease = self._read(key)
+        return None if lease is None else (lease, self._is_live(key, lease))
+
     def remove_ended(self, key: str) -> bool:
         """Removes the lease of a holder that is gone; says whether it did."""
         with self._guard():
@@ -88,7 +109,7 @@ class Leases:
             return True
 
     def _renew(self) -> None:
-        while not self._stop.wait(RENEW_SECONDS):
+        while not self._stop.wait(min(RENEW_SECONDS, self._host.lease_seconds / RENEWALS_A_LEASE)):
             with self._lock:
                 held = list(self._held)
             for key in held:
@@ -99,23 +120,26 @@ class Leases:
         """Extends a lease that is still ours: after a long stop another holder may have taken it."""
         with self._guard(), self._lock:
             if key in self._held and self._is_ours(key):
-                self._held[key] = renewed = self._held[key].model_copy(update={"expires_at": time.time() + LEASE_SECONDS})
+                self._held[key] = renewed = self._held[key].model_copy(update={"expires_at": self._expiry()})
                 write_atomic(self._path(key), renewed.model_dump_json())
 
     def _is_live(self, key: str, lease: Lease) -> bool:
         """Whether a lease's holder may still be at work, as far as can be told from here."""
         where, pid, ticks = lease.process.rsplit("/", 2)
-        if lease.host == socket.gethostname() and where == _here() and _start_ticks(int(pid)) != ticks:
+        if lease.host == self._host.host_name and where == _here() and _start_ticks(int(pid)) != ticks:
             return False
         with self._lock:
             known = self._seen.get(key)
             if known is None or known[0] != lease:
                 known = self._seen[key] = (lease, time.monotonic())
-        return time.time() <= lease.expires_at and time.monotonic() - known[1] <= LEASE_SECONDS
+        return time.time() <= lease.expires_at and time.monotonic() - known[1] <= lease.seconds
 
     def _is_ours(self, key: str) -> bool:
         lease = self._read(key)
         return lease is not None and lease.process == own_process()
+
+    def _expiry(self) -> float:
+        return time.time() + self._host.lease_seconds
 
     def close(self) -> None:
         """Stops renewing."""

@@ -43,6 +43,7 @@ from drafter_data.verification import check_columns_distinct, check_shape, check
 RECORD_FILE = "store.json"
 PROVENANCE_FILE = "provenance.jsonl"
 CANARY_FILE = "canaries.jsonl"
+HANDOFFS_FILE = "handoffs.txt"
 
 
 class StoreRecord(Record):
@@ -166,11 +167,13 @@ class Store:
         )
         check_token_ids(dump.token_ids_s, token_ids_s, label)
         check_columns_distinct(dump.states_slh, label)
+        final = self.path_of(state_key)
         with self._folder_lock(state_key):
+            if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
+                self._receipts.refresh()
             existing = self.find(state_key)
             if existing is not None:
                 return existing
-            final = self.path_of(state_key)
             size, digest = write_state(final, dump, token_ids_s, label)
             receipt = Receipt(
                 state_key=state_key,
@@ -218,12 +221,13 @@ class Store:
         """Marks a line that is no receipt as seen (fsck)."""
         self._receipts.set_aside(line)
 
-    def discard(self, reasons: Mapping[str, str]) -> None:
+    def discard(self, reasons: Mapping[str, str], by: str = "fsck") -> None:
         """Takes states out of the store (key to reason), so that they are extracted again: first the receipts, then the files.
 
-        A file that some living commit has just put there, with a receipt, stays.
+        A file that some living commit has just put there, with a receipt, stays. Killed in between, it leaves files without a
+        receipt, which fsck and gc remove. `by` names the receipts file that takes back.
         """
-        self._receipts.drop(reasons)
+        self._receipts.drop(reasons, by)
         for key in reasons:
             self.remove_orphan(self.path_of(key))
 
@@ -265,6 +269,21 @@ class Store:
         path = self.root / CANARY_FILE
         lines = path.read_text().splitlines() if path.is_file() else []
         return tuple({record.fingerprint: record for record in map(CanaryRecord.model_validate_json, lines)}.values())
+
+    def record_handoff(self, folder: Path) -> None:
+        """Writes down where a hand-off of this store's states lies, so that `gc` finds it wherever that is."""
+        path, line = self.root / HANDOFFS_FILE, str(folder.absolute())
+        if line in self.handoffs():
+            return
+        with path.open("a") as handle:
+            handle.write(line + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def handoffs(self) -> tuple[str, ...]:
+        """Folders of all hand-offs ever made; many may be gone."""
+        path = self.root / HANDOFFS_FILE
+        return tuple(path.read_text().splitlines()) if path.is_file() else ()
 
     def sweep(self) -> int:
         """Removes temporary files that killed processes of this store left; returns how many. Only under no lease of others."""

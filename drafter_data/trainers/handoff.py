@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from data_contracts.handoff import HandoffManifest
@@ -11,6 +13,7 @@ from data_contracts.plan import Exclusion
 from drafter_data.dataset import Dataset
 from drafter_data.errors import PreflightRefused
 from drafter_data.files import existing_parent
+from drafter_data.store.activity import working
 from drafter_data.store.store import Store
 from drafter_data.trainers.base import Trainer
 
@@ -31,7 +34,11 @@ def hand_off(
     Raises PreflightRefused (`handoff-space`) before anything is written when the view would not fit and leave `keep_free_bytes`.
     """
     check_space(trainer, dataset, store, out, keep_free_bytes)
-    return trainer.materialise(dataset, store, out, model=model, exclusions=tuple(exclusions), options=options or {})
+    with ExitStack() as stack:
+        if os.access(store.root, os.W_OK):  # from a store that is mounted read-only nothing can be removed
+            stack.enter_context(working(store.root, f"hand-off to {trainer.name}"))
+            store.record_handoff(out)
+        return trainer.materialise(dataset, store, out, model=model, exclusions=tuple(exclusions), options=options or {})
 
 
 def check_space(

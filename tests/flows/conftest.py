@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +28,17 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     started.start(print)
     yield started
     started.stop()
+
+
+def call(services: Services, method: str, route: str, body: Any = None) -> Any:
+    """One call of the server's API, again while the server says that its database is busy (503); returns the JSON of its reply."""
+    deadline = time.monotonic() + 60
+    while True:
+        reply = requests.request(method, f"{services.api}/{route}", json=body, timeout=60)
+        if reply.status_code != 503 or time.monotonic() > deadline:
+            reply.raise_for_status()
+            return reply.json() if reply.content else None
+        time.sleep(0.5)
 
 
 @pytest.fixture(scope="session")

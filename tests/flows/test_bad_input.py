@@ -18,6 +18,7 @@ from data_contracts.parameters import (
     HandoffParameters,
     InputParameters,
     StorageParameters,
+    WatchParameters,
 )
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.store.store import Store
@@ -36,7 +37,7 @@ def api(services: Services) -> Iterator[None]:
 
 def run_flow(flow: Any, given: dict[str, Any]) -> State[Any]:
     return flow(
-        input=InputParameters(**given["input"]),
+        input=(WatchParameters if flow is refresh else InputParameters)(**given["input"]),
         engine=EngineParameters(**given["engine"]),
         extraction=ExtractionParameters(**given["extraction"]),
         handoff=HandoffParameters(**given["handoff"]),
@@ -142,7 +143,7 @@ def test_refresh_without_new_runs_completes_and_says_so(tmp_path: Path) -> None:
     assert state.is_completed()
     assert "nothing new" in (state.message or "")
 
-    given["input"] = {"runs": [str(write_run(tmp_path / "run.jsonl", 12))]}
+    given["input"] = {"runs": [str(write_run(tmp_path / "run.jsonl", 12))], "settled_minutes": 0}
     assert run_flow(refresh, given).is_completed()
     assert (tmp_path / "work" / "handoff" / "manifest.json").is_file()
     again = run_flow(refresh, given)

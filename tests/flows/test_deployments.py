@@ -59,7 +59,7 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
     sent = {
         "extract": send(services, "extract/extract-100k", full),
         "extract-chunk": send(services, "extract-chunk", {"chunk": chunk}),
-        "refresh": send(services, "nightly-refresh", parameters(run, tmp_path / "refreshed")),
+        "refresh": send(services, "nightly-refresh", parameters(run, tmp_path / "refreshed", input={"settled_minutes": 0})),
     }
     runs = {flow: ended(services, run_id) for flow, run_id in sent.items()}
 
