@@ -297,7 +297,10 @@ class WatchParameters(Parameters):
         ge=2,
         le=10_000_000,
         title="Longest row (tokens)",
-        description="Longer rows are dropped. Empty: the engine's limit.",
+        description="Longer rows are dropped (or cut, below). Empty: the engine's limit.",
+    )
+    merge: MergeParameters = Field(
+        default=MergeParameters(), title="Merge", description="Which rows are kept and what of them is supervised."
     )
     hand_off: Literal["grown", "delta"] = Field(
         default="grown",
@@ -307,7 +310,7 @@ class WatchParameters(Parameters):
 
     def merging(self, runs: tuple[str, ...]) -> InputParameters:
         """The merge's parameters for the runs that were found."""
-        return InputParameters(runs=runs, tokenizer=self.tokenizer, max_tokens=self.max_tokens)
+        return InputParameters(runs=runs, tokenizer=self.tokenizer, max_tokens=self.max_tokens, merge=self.merge)
 
 
 class ChunkParameters(Parameters):

@@ -85,7 +85,7 @@ def run_if_new(
     handoff: HandoffParameters,
 ) -> State[Any]:
     """The table of contents. The mark, by which the next night knows what is new, is written last."""
-    settings = {"tokenizer": watch.tokenizer, "max_tokens": str(watch.max_tokens)}
+    settings = {"tokenizer": watch.tokenizer, "max_tokens": str(watch.max_tokens), "merge": watch.merge.model_dump_json()}
     mark = read_mark(workspace.folder)
     earlier = earlier_version(workspace.folder, mark.dataset_id)
     found = find_arrived(workspace, watch, mark.runs)

@@ -33,7 +33,9 @@ SECTIONS = {
     "extraction": parameters.ExtractionParameters,
     "handoff": parameters.HandoffParameters,
     "storage": parameters.StorageParameters,
+    "input of nightly-refresh": parameters.WatchParameters,
     "chunk": parameters.ChunkParameters,
+    "engine of extract-chunk": parameters.ChunkEngineParameters,
 }
 """By the name of the flow's parameter; `chunk` belongs to extract-chunk. Further sections follow under their own names."""
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "yes or no", type(None): "empty"}
