@@ -1,10 +1,10 @@
 """`make bench-merge`: our merge and `datasets` on the same rows, one after the other in one run, two processes each.
 
-Sides: ours; `prepare-data` and `lean`, the two ways of `peer.py`; and with `--speculators PYTHON` (an environment that has the
-package) speculators' own command itself, which takes tokenised rows without a server. Wall and CPU seconds, peak memory of the
-process tree (sum of RSS), rows. Rounds alternate between the sides; the table shows the median of each.
+Sides: ours; `prepare-data` and `lean`, the two ways of `peer.py`. With `--speculators PYTHON` (an environment that has the package)
+speculators' own command takes the place of the first where it can: tokenised rows need no server. Wall and CPU seconds, peak memory
+of the process tree (sum of RSS), rows. Rounds alternate between the sides; the table shows the median of each.
 
-`--large-gb 10` instead merges that much tokenised JSONL once, by ours alone, for the memory it takes.
+`--large-gb 10` merges that much tokenised JSONL as well, once, by ours alone, for the memory it takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.merge.inputs import write_conversations, write_tokenised
+from benchmarks.merge.inputs import write_conversations, write_many_tokenised, write_tokenised
 from benchmarks.reporting import Cell, Result, publish
 from drafter_data.tokenising.builtin import FOLDER
 
@@ -88,7 +88,7 @@ def command(side: str, kind: str, source: Path, out: Path, speculators: str | No
 
 def compare(kind: str, source: Path, work: Path, rounds: int, speculators: str | None) -> dict[str, dict[str, float]]:
     """All sides, alternating; the medians of each."""
-    sides = [OURS, "prepare-data", "lean", *(["speculators"] if speculators and kind == "tokenised" else [])]
+    sides = [OURS, "speculators" if speculators and kind == "tokenised" else "prepare-data", "lean"]
     taken: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sides:
@@ -148,9 +148,6 @@ def main() -> None:
         ("conversations", write_conversations, options.conversations_mb),
     ]
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=options.folder) as name:
-        if options.large_gb:
-            publish(large(Path(name), options.large_gb))
-            return
         rows: list[list[Cell]] = []
         goals: dict[str, str] = {}
         for kind, write, size in sizes:
@@ -161,18 +158,28 @@ def main() -> None:
                 rows += rows_of(kind, size, measured)
                 goals |= goals_of(kind, measured)
                 source.unlink()
-    publish(_result("merge", "Merge against `datasets`: the same rows, two processes each", "", rows, goals, NOTES))
+        if rows:
+            publish(_result("merge", "Merge against `datasets`: the same rows, two processes each", "", rows, goals, NOTES))
+        if options.large_gb:
+            publish(large(Path(name), options.large_gb))
 
 
 def large(work: Path, size_gb: float) -> Result:
     """One run of many gigabytes, for its memory."""
     source = work / "large.jsonl"
-    write_tokenised(source, int(size_gb * 1e9))
+    write_many_tokenised(source, int(size_gb * 1e9))
     measured = measure(command(OURS, "tokenised", source, work / "out", None), work)
     rows = json.loads(measured["stdout"])["rows"]
     goal = {f"peak RSS in MiB (goal < {MEMORY_GOAL_MIB:,})": f"{measured['peak_rss_mib']:,}"}
     lines = rows_of("tokenised", size_gb * 1e3, {OURS: {**measured, "rows": rows}})
-    return _result("merge_large", "Merge of one large run: memory", f" --large-gb {size_gb:g}", lines, goal, ())
+    return _result(
+        "merge_large",
+        "Merge of one large run: memory",
+        f" --tokenised-mb 0 --conversations-mb 0 --large-gb {size_gb:g}",
+        lines,
+        goal,
+        (),
+    )
 
 
 NOTES = (

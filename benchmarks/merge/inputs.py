@@ -25,6 +25,19 @@ def write_tokenised(path: Path, size_bytes: int, seed: int = 0) -> int:
     return rows
 
 
+def write_many_tokenised(path: Path, size_bytes: int) -> None:
+    """As above, for files of many gigabytes: a block of rows over and over, each time with another first id."""
+    block_bytes = min(size_bytes, 50_000_000)
+    write_tokenised(path, block_bytes)
+    block = path.read_bytes()
+    with path.open("wb") as out:
+        written = number = 0
+        while written < size_bytes:
+            again = block.replace(b'"id":"', b'"id":"%d-' % number).replace(b'"input_ids":[', b'"input_ids":[%d,' % number)
+            written += out.write(again.replace(b'"loss_mask":[', b'"loss_mask":[0,'))
+            number += 1
+
+
 def write_conversations(path: Path, size_bytes: int, seed: int = 0) -> int:
     """Rows of `id` and `messages` (one to three exchanges) made of the standard library's docstrings. Returns the rows."""
     random = np.random.default_rng(seed)
