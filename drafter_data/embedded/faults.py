@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_contracts.dump import RID_PREFIX
@@ -85,6 +86,17 @@ def _script(found: object, where: str) -> FaultScript:
         raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+def prompt_key(token_ids_s: NDArray[np.int64]) -> bytes:
+    """What names a prompt in the draw."""
+    return hashlib.blake2b(token_ids_s.tobytes(), digest_size=16).digest()
+
+
+def drawn(seed: int, number: int, seen: int, key: bytes) -> float:
+    """The draw, 0 to 1, of the script's fault `number` for a prompt: the same for each request (`seen` 0) or for its n-th."""
+    digest = hashlib.blake2b(f"{seed} {number} {seen} ".encode() + key, digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
 class Faults:
     """Decides which request is hit by what. Thread-safe."""
 
@@ -123,7 +135,7 @@ class Faults:
         with self._lock:
             if self._file is not None:
                 self._reread()
-            key = hashlib.blake2b(request.token_ids_s.tobytes(), digest_size=16).digest()
+            key = prompt_key(request.token_ids_s)
             self._requests += 1
             self._seen[key] += 1
             self._in_flight.add(request.rid)
@@ -137,8 +149,7 @@ class Faults:
             return False
         if len(self._in_flight) < fault.in_flight or (fault.attempts and self._hits[number, key] >= fault.attempts):
             return False
-        drawn = f"{self._script.seed} {number} {0 if fault.per_prompt else self._seen[key]} ".encode()
-        if int.from_bytes(hashlib.blake2b(drawn + key, digest_size=8).digest()) >= fault.rate * 2**64:
+        if drawn(self._script.seed, number, 0 if fault.per_prompt else self._seen[key], key) >= fault.rate:
             return False
         self._hits[number, key] += 1
         return True

@@ -142,7 +142,7 @@ class _ChunkRun:
         self._works = self._read_works(missing)
         chosen = self._choose(list(self._works), session.settings.extraction.recheck_samples)
         waiting = _Waiting(list(self._works.values()), session)
-        futures = [session.executor.submit(waiting.extract_next, self._chunk.key) for _ in missing]
+        futures = [session.submit(waiting.extract_next, self._chunk.key) for _ in missing]
         try:
             for future in as_completed(futures):
                 outcome = future.result()
@@ -189,7 +189,7 @@ class _ChunkRun:
 
     def _submit_recheck(self, state_key: str) -> None:
         """Has a committed sample extracted again, while others are still on their way."""
-        self._rechecks[state_key] = self._session.executor.submit(self._distance, self._works[state_key])
+        self._rechecks[state_key] = self._session.submit(self._distance, self._works[state_key])
 
     def _recheck(self) -> int:
         """Compares the samples that were extracted again; a difference above the canary's tolerance is a failure."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine
 from drafter_data.engines.connect import connect
-from drafter_data.errors import StateCorrupt, StoreFull
+from drafter_data.errors import Interrupted, StateCorrupt, StoreFull
 from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.rechecks import Anchors
@@ -30,6 +31,8 @@ from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
 from drafter_data.store.store import Store
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
 SIGNATURES_READ = 64
@@ -155,6 +158,13 @@ class ExtractionSession:
         return self.progress.snapshot(
             dump_bytes=self.window.bytes_in_flight, in_flight=self.window.in_flight, forecast=self.forecast()
         )
+
+    def submit(self, work: Callable[Given, Found], *given: Given.args, **named: Given.kwargs) -> Future[Found]:
+        """Has a worker do something. Raises Interrupted once the session is being closed."""
+        try:
+            return self.executor.submit(work, *given, **named)
+        except RuntimeError as error:  # what an executor that is shut down says
+            raise Interrupted("the run was stopped: start it again, it goes on where it stopped") from error
 
     def interrupt(self) -> None:
         """Stops what is under way: requests are broken off, their samples stay missing, chunks raise Interrupted."""

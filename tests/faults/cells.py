@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data_contracts.extraction import GateReport
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.preflight import PreflightReport
 from drafter_data.dataset import Dataset
+from drafter_data.embedded.faults import drawn, prompt_key
 from drafter_data.errors import DrafterDataError
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over
 from drafter_data.extraction.session import SessionSettings, shared_session
@@ -179,6 +182,16 @@ def hit(name: str, *, sticky: float = 0.25, transient: float = 0.3, **more: Any)
     """Some prompts are hit at their first attempt alone, others always."""
     faults = [{"name": name, "rate": transient, "per_prompt": True, "attempts": 1, **more}] if transient else []
     return [*faults, *([{"name": name, "rate": sticky, "per_prompt": True, **more}] if sticky else [])]
+
+
+def seed_of_one_each(dataset: Dataset, rate: float) -> int:
+    """A seed for `hit` by which one prompt is hit at its first attempt alone, and another one always."""
+    keys = [prompt_key(sample.input_ids_s.astype(np.int64)) for sample in dataset.samples()]
+    for seed in range(10_000):
+        once, always = ({key for key in keys if drawn(seed, number, 0, key) < rate} for number in (0, 1))
+        if len(once) == len(always) == 1 and once != always:
+            return seed
+    raise AssertionError("no such seed")
 
 
 def resumes(bench: Bench, store: Path) -> None:

@@ -2,8 +2,9 @@
 
     python -m tests.faults.soak --samples 20000 --minutes 10
 
-`shifted-layer` is left out: a layer that is its neighbour once, in one request, can only be seen by extracting that sample again.
-`exit` is what the kills do.
+The client is what a flow's chunk tasks run, in a process of its own; a kill of a whole flow under a real Prefect is in
+tests/flows/test_resuming.py. `shifted-layer` is left out: a layer that is its neighbour once, in one request, is only seen by
+extracting that sample again, or by validation. `exit` is what the kills do.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Soak:
     client_kills: int = 0
     engine_kills: int = 0
     samples: int = 0
+    kill_at: float = 0.0
     different: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
@@ -78,7 +80,8 @@ def soak(folder: Path, *, samples: int, seconds: float, kill_every_seconds: floa
     model = ensure_checkpoint(folder / "model")
     script = folder / "faults.json"
     script.write_text('{"faults": []}')
-    found, draw, start = Soak(), random.Random(seed), time.monotonic()
+    draw, start = random.Random(seed), time.monotonic()
+    found = Soak(kill_at=start + _interval(draw, kill_every_seconds))
     with running_engine(model, "--faults", str(script), *(() if labelled else UNLABELLED_FLAGS)) as engine:
         parameters = engine.parameters(kind="embedded" if labelled else "sglang-unlabelled")
         report = run_campaign(dataset.folder, folder / "quiet", parameters, LIMITS.model_copy(update={"dump_timeout_seconds": 20}))
@@ -112,13 +115,15 @@ def _one_run(
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])
     receipts = _receipt_bytes(store)
-    while process.poll() is None and _receipt_bytes(store) == receipts and not every > LONG_SECONDS:
-        time.sleep(0.02)  # a short soak on a busy machine would kill nothing but clients that are just starting
+    if every <= LONG_SECONDS:  # a short soak on a busy machine would kill nothing but clients that are just starting
+        while process.poll() is None and _receipt_bytes(store) == receipts:
+            time.sleep(0.02)
+        found.kill_at = time.monotonic() + _interval(draw, every)
     while True:
         try:
-            return process.wait(timeout=draw.uniform(0.2, 1.8) * every) == 0
+            return process.wait(timeout=max(0.0, found.kill_at - time.monotonic())) == 0
         except subprocess.TimeoutExpired:
-            pass
+            found.kill_at = time.monotonic() + _interval(draw, every)
         if draw.random() < 0.5:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
@@ -128,6 +133,10 @@ def _one_run(
         engine.process.stop()
         engine.process.start()
         found.engine_kills += 1
+
+
+def _interval(draw: random.Random, every: float) -> float:
+    return draw.uniform(0.2, 1.8) * every
 
 
 def _receipt_bytes(store: Path) -> int:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_contracts.extraction import GateReport
-from tests.faults.cells import RIGHT, Bench, hit, leave_overs, restarted_when_gone, resumes
+from tests.faults.cells import RIGHT, Bench, hit, leave_overs, restarted_when_gone, resumes, seed_of_one_each
 from tests.support.engines import health_checks
+
+FEW = 0.08
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,13 @@ def _spoils(name: str, **more: object) -> Callable[[Bench], str]:
 
 
 def _waits(name: str) -> Callable[[Bench], str]:
-    """A fault that is known only when the time limit of a dump has passed: fewer hits, for time."""
-    return _spoils(name, sticky=0.12, transient=0.12)
+    """A fault that is known, without labels, only when a time limit has passed: for time, one prompt is hit once and one always."""
+
+    def run(bench: Bench) -> str:
+        bench.set_faults(*hit(name, sticky=FEW, transient=FEW), seed=seed_of_one_each(bench.dataset, FEW))
+        return bench.outcome(bench.extract)
+
+    return run
 
 
 def _all(*faults: dict[str, object], **changes: object) -> Callable[[Bench], str]:
@@ -124,11 +131,11 @@ CONTENT = (
         _spoils("rows-missing", in_flight=4, sticky=0),
     ),
     Row("prefix-hit", "a cached prefix leaves only the tail", _waits("prefix-hit"), "failed: cached-prefix"),
-    Row("swapped", "another prompt's states of equal length", _spoils("swapped"), "failed: proof-failed"),
-    Row("wrong-norm", "the final state behind the norm", _spoils("wrong-norm"), "failed: proof-failed"),
+    Row("swapped", "another prompt's states of equal length", _waits("swapped"), "failed: proof-failed"),
+    Row("wrong-norm", "the final state behind the norm", _waits("wrong-norm"), "failed: proof-failed"),
     Row("nan", "one NaN", _spoils("nan"), "failed: not-finite"),
     Row("inf", "one infinite value", _spoils("inf"), "failed: not-finite"),
-    Row("zeros", "the right size, all zeros", _spoils("zeros"), "failed: zero-rows"),
+    Row("zeros", "the right size, all zeros", _waits("zeros"), "failed: zero-rows"),
     Row("zero-row", "one layer of one token is zero", _spoils("zero-row"), "failed: zero-rows"),
     Row("duplicate-layer", "one layer dumped twice", _spoils("duplicate-layer"), "failed: layers-equal"),
     Row("transposed", "layers and tokens change places", _spoils("transposed", sticky=0)),
@@ -141,15 +148,15 @@ CONTENT = (
 ARRIVAL = (
     Row("foreign", "another client's prompt of equal length in between", _all({"name": "foreign"})),
     Row("health checks", "50 a second shift every counter", _health_checks),
-    Row("late", "the reply comes before its dump", _all({"name": "late", "seconds": 0.1})),
+    Row("late", "the reply comes before its dump", _all({"name": "late", "seconds": 0.06})),
     Row(
         "out of order",
         "dumps come in another order than replies",
-        _all({"name": "late", "seconds": 0.15, "rate": 0.5}, {"name": "late", "seconds": 0.05}),
+        _all({"name": "late", "seconds": 0.1, "rate": 0.5}, {"name": "late", "seconds": 0.03}),
     ),
     Row("dropped", "no dump at all", _waits("dropped"), "failed: dump-missing"),
-    Row("growing", "the dump grows under its final name", _all({"name": "growing", "seconds": 0.1})),
-    Row("versions", "a shorter version comes first", _all({"name": "versions", "seconds": 0.1})),
+    Row("growing", "the dump grows under its final name", _all({"name": "growing", "seconds": 0.06})),
+    Row("versions", "a shorter version comes first", _all({"name": "versions", "seconds": 0.06})),
     Row("unfinished", "the dump is never finished", _waits("unfinished"), "failed: dump-malformed"),
     Row("stale-lock", "a lock file that nobody holds", _all({"name": "stale-lock"})),
     Row("cut", "the last 64 bytes are missing", _waits("cut"), "failed: dump-malformed"),
@@ -157,7 +164,7 @@ ARRIVAL = (
     Row("left-overs", "dumps of a killed server, foreign files", _left_overs),
 )
 SERVICE = (
-    Row("silent", "some requests are never answered", _spoils("silent", sticky=0.1, transient=0.1), "failed: no-answer"),
+    Row("silent", "some requests are never answered", _waits("silent"), "failed: no-answer"),
     Row("5xx", "some requests are always answered 503", _busy, "failed: engine-busy"),
     Row(
         "5xx burst",

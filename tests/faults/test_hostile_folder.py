@@ -105,7 +105,7 @@ def test_labelled_dump_that_is_hostile_is_refused_by_name(tmp_path: Path, kind: 
     made(make, dumps / name_of(request.request_id, 0, len(IDS_S)), outside)
     start = time.monotonic()
     with pytest.raises(SampleError) as caught:
-        claims.claim(request, reply_to(request), start + 0.2)
+        claims.claim(request, reply_to(request), start + 0.05)
     assert caught.value.reason == reason
     assert time.monotonic() - start < 5
     claims.sweep()
@@ -124,7 +124,7 @@ def test_unlabelled_dump_that_is_hostile_is_not_taken(tmp_path: Path, kind: str)
     for layer in IDENTITY.layers:
         made(ENTRIES[kind][0], folder / f"layer_{layer}.safetensors", outside)
     with pytest.raises(SampleError) as caught:
-        claims.claim(request, reply_to(request), time.monotonic() + 0.2)
+        claims.claim(request, reply_to(request), time.monotonic() + 0.05)
     assert caught.value.reason in ("dump-missing", "dump-malformed")
     untouched(outside)
 

@@ -14,7 +14,7 @@ from tests.store.mounts import remount, small_tmpfs
 from tests.support.datasets import random_prompts, write_dataset
 from tests.support.engines import running_engine
 
-SAMPLES = 8
+SAMPLES = 4
 SETTINGS = [Setting(labelled, in_flight) for labelled in (True, False) for in_flight in (1, 16)]
 
 

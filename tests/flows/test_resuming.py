@@ -16,6 +16,7 @@ from data_contracts.dataset import DatasetRecord
 from drafter_data.dataset import Dataset
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.planning import chunk_rows, load_plan
+from drafter_data.store.fsck import fsck
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 from flows.local.following import artifact, follow, read_run, send
@@ -24,6 +25,7 @@ from flows.local.services import Services
 from tests.flows.conftest import Door, parameters, write_run
 
 LIMIT_SECONDS = 240.0
+CANCEL_SECONDS = 30.0
 FAILING = (3, 7)
 
 
@@ -115,22 +117,32 @@ def test_kill_of_the_flow_in_mid_chunk_then_a_new_run_extracts_what_is_missing_o
     assert not list((tmp_path / "dumps").glob("dd1-*"))
 
 
-def test_cancel_in_mid_chunk_ends_the_engine_and_everything_else(services: Services, tmp_path: Path) -> None:
-    run, work = write_run(tmp_path / "run.jsonl", 400, longest=1500), tmp_path / "work"
-    given = parameters(run, work, extraction={"in_flight": 1})
-    run_id = send(services, "extract-100k", given)
+def test_cancel_in_mid_chunk_ends_all_within_30_seconds_and_a_new_run_resumes(services: Services, tmp_path: Path) -> None:
+    run, work = write_run(tmp_path / "run.jsonl", 150), tmp_path / "work"
+    slowly = {"launch_flags": ["--fault", "late"]}  # a tenth of a second each, one at a time
+    run_id = send(services, "extract-100k", parameters(run, work, engine=slowly, extraction={"in_flight": 1}))
     wait_for(lambda: bool(list(work.glob("store/states/*/*.safetensors"))))
     worker = next(process for process in services.running() if process.name == "worker")
     family = descendants(worker.pid)
     assert len(family) > 2, "the flow's process, its supervisor and the engine's"
 
-    state = {"type": "CANCELLING", "name": "Cancelling"}
+    state, cancelled_at = {"type": "CANCELLING", "name": "Cancelling"}, time.monotonic()
     requests.post(f"{services.api}/flow_runs/{run_id}/set_state", json={"state": state}, timeout=30).raise_for_status()
+    wait_for(lambda: not any(process.alive() for process in family))
+    print(f"cancelled: all processes had ended after {time.monotonic() - cancelled_at:.1f} s")
+    assert time.monotonic() - cancelled_at < CANCEL_SECONDS
     assert follow(services, run_id, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "CANCELLED"
 
-    wait_for(lambda: not any(process.alive() for process in family))
     assert not list(work.rglob(f"{TEMPORARY_PREFIX}*.safetensors*"))
     assert not list((work / "store" / "leases").glob("*.json")), "no lease is left to wait for"
+    store = Store.open(work / "store")
+    assert fsck(store, deep=True).problems == (), "nothing half-committed"
+    assert 0 < len(store) < 150
+
+    again = send(services, "extract-100k", parameters(run, work))
+    assert follow(services, again, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "COMPLETED"
+    receipts = [line.key for line in Store.open(work / "store").receipt_lines()]
+    assert len(receipts) == len(set(receipts)) == 150, "each was extracted once"
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
