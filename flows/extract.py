@@ -31,6 +31,7 @@ from flows.outcome import in_one_line
 from tasks import extract as chunks
 from tasks import handoff as trainer
 from tasks import lengths, merge, plan, preflight, validate
+from tasks.pages import shown_store
 from tasks.publishing import publish_report
 from tasks.send import send_chunks
 
@@ -100,8 +101,9 @@ def bring_states(
         plan.forecast(workspace, dataset_id, checked)
         session = chunks.session_of(workspace, dataset, running, extraction, checked, seed)
         ended = {} if on_hosts else chunks.extract_chunks(session, pending, extraction)
-    if on_hosts:  # an engine that was started here is not kept from the chunks' own
-        ended = send_chunks(session, pending)
+    if on_hosts and pending:  # an engine that was started here is not kept from the chunks' own
+        with shown_store(workspace.store, dataset_id):
+            ended = send_chunks(session, pending)
 
     validate.pass_gate(workspace, dataset_id, extraction.max_error_rate, "extraction", ended)
     validate.validate(workspace, dataset)

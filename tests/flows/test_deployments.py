@@ -91,6 +91,8 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
     assert Path(facts["drafter"]).is_file()
     assert xxh3_of(Path(facts["drafter"])) == facts["drafter's xxh3-128"] in str(read_run(services, short)["state"]["message"])
 
+    on_hosts = artifact(services, sent["extract"], "extraction-report") or {}
+    assert on_hosts["description"] == "12 of 12 samples stored" and "](data:image/png;base64," in on_hosts["data"]
     assert [line for line in logs(services, short) if str(line["message"]).startswith("done ")], "the job's own lines"
 
     facts = {row["what"]: row["value"] for row in (artifact(services, sent["extract"], "hand-off") or {})["rows"]}
