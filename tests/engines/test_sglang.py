@@ -201,6 +201,7 @@ def test_sglang_qwen3_bfloat16_is_as_near_as_transformers_own(engines: Engines, 
     theirs = transformers_own_error(models["qwen3"], prompts, store, exact)
     print(found, theirs)
     assert all(ours <= 2 * own for ours, own in zip(found.frobenius_l, theirs, strict=True))
+    assert found.worst_sample <= 2 * max(theirs)
 
 
 def transformers_own_error(
