@@ -117,8 +117,9 @@ def test_demo_train_reports_both_trainers_side_by_side(pipeline: Pipeline, train
     for one in outcomes:
         assert one.last_loss < one.first_loss
         assert one.agreement is not None
-        assert 0 < one.agreement < 1
+        assert 0 <= one.agreement < 1
         print(f"{one.trainer}: loss {one.first_loss:.3f} -> {one.last_loss:.3f}, held-out agreement {one.agreement:.3f}")
+    assert outcomes[0].agreement, "ridge is fitted whole; so few epochs of the other promise a lower loss and no more"
     told = StringIO()
     Console(file=told, width=200).print(table_of_outcomes(outcomes))
     for one in outcomes:
