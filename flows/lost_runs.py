@@ -34,7 +34,9 @@ _PAYLOAD = (
 def lost_runs(within_seconds: int, webhook: UUID | None) -> AutomationCore:
     """The automation: no heartbeat within that time after the one before, and no end."""
     actions: list[Any] = [
-        ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=f"lost: no heartbeat for {within_seconds} s")
+        ChangeFlowRunState(
+            state=StateType.CRASHED, name="Crashed", message=f"lost: no heartbeat for {within_seconds} s", force=False
+        )
     ]
     if webhook is not None:
         actions.append(CallWebhook(block_document_id=webhook, payload=_PAYLOAD))
