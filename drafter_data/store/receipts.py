@@ -52,6 +52,7 @@ class ReceiptLog:
         self._numbers: dict[str, int] = {}
         self._read_bytes: dict[int, int] = {}
         self._where: dict[bytes, int] = {}
+        self._spare: dict[bytes, list[int]] = {}
         self._dropped: set[int] = set()
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -79,7 +80,7 @@ class ReceiptLog:
                 if line.startswith(_DROPPED):
                     self._take_back(line)
                 elif (number << _OFFSET_BITS | start) not in self._dropped and (key := _key_of(line)) is not None:
-                    self._where[key] = number << _OFFSET_BITS | start
+                    self._put(key, number << _OFFSET_BITS | start)
                 start += len(line)
         self._read_bytes[number] = start
 
@@ -90,6 +91,15 @@ class ReceiptLog:
             self._files.append(self._folder / name)
         return number
 
+    def _put(self, key: bytes, where: int) -> None:
+        """Indexes a receipt. One that is there already is kept in reserve: files are read by name, so that of the two the newer,
+        which no later line takes back, may be the one that was read first.
+        """
+        before = self._where.get(key)
+        if before is not None and before != where:
+            self._spare.setdefault(key, []).append(before)
+        self._where[key] = where
+
     def _take_back(self, line: bytes) -> None:
         try:
             record = DroppedReceipt.model_validate_json(line)
@@ -99,7 +109,11 @@ class ReceiptLog:
         self._dropped.add(where)
         key = bytes.fromhex(record.dropped)
         if self._where.get(key) == where:
-            del self._where[key]
+            valid = [spare for spare in self._spare.pop(key, ()) if spare not in self._dropped]
+            if valid:
+                self._where[key], self._spare[key] = valid[-1], valid[:-1]
+            else:
+                del self._where[key]
 
     def __contains__(self, state_key: str) -> bool:
         return bytes.fromhex(state_key) in self._where

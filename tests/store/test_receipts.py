@@ -43,6 +43,19 @@ def test_receipt_of_another_process_counts_after_refresh(store: Store) -> None:
     assert store.find(key_of(ids)) == receipt
 
 
+@pytest.mark.parametrize("names", ["ab", "ba", "az", "za"])
+def test_receipt_of_a_state_extracted_again_counts_in_any_order_of_files(store: Store, names: str) -> None:
+    ids = ids_of(8, 1)
+    commit(store, ids, chunk=names[0])
+    store.discard({key_of(ids): "checksum"})
+    again = commit(Store.open(store.root), ids, chunk=names[1])
+    fresh = Store.open(store.root)
+    assert fresh.find(key_of(ids)) == again
+    assert list(fresh.receipts()) == [again]
+    fresh.discard({key_of(ids): "checksum"})
+    assert key_of(ids) not in Store.open(store.root)
+
+
 def test_receipt_taken_back_does_not_count_in_any_process_and_in_any_order_of_files(store: Store) -> None:
     prompts = [ids_of(8, k) for k in range(4)]
     for k, ids in enumerate(prompts):
