@@ -40,8 +40,9 @@ def record_rechecks(store_root: Path, dataset_id: str, chunk_key: str, compared:
     """Adds comparisons to what earlier runs of the chunk recorded."""
     if not compared:
         return
-    known = {one.state_key: one for one in read_rechecks(store_root, dataset_id, chunk_key)}
-    known |= {one.state_key: one.model_copy(update={"distance": min(one.distance, LARGEST)}) for one in compared}
+    known = {(one.state_key, one.earlier): one for one in read_rechecks(store_root, dataset_id, chunk_key)}
+    for one in compared:
+        known[one.state_key, one.earlier] = one.model_copy(update={"distance": min(one.distance, LARGEST)})
     record = ChunkRechecks(chunk_key=chunk_key, rechecks=tuple(known.values()))
     write_atomic(_path(store_root, dataset_id, chunk_key), record.model_dump_json(indent=1))
 
