@@ -57,7 +57,7 @@ bench-real: setup-test ## the same on a real SGLang and against speculators on a
 	@$(BIN)/python -m benchmarks.peer > /dev/null
 
 bench-merge: setup-test ## merge against `datasets` on the same rows (1 GB tokenised, 200 MB conversations)
-	@$(BIN)/python -m benchmarks.merge.bench
+	@$(BIN)/python -m benchmarks.merge.bench $(if $(wildcard $(TRAINERS)/bin/python),--speculators $(TRAINERS)/bin/python)
 
 .PHONY: demo-train bench-handoff
 TRAINERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/drafter-data/trainers
