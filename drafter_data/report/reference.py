@@ -89,7 +89,7 @@ def _parameter_row(name: str, info: FieldInfo) -> dict[str, object]:
 
 
 def _record_row(name: str, info: FieldInfo) -> dict[str, object]:
-    told = {"field": f"`{name}`", "type": type_words(info.annotation), "default": _default(info)}
+    told: dict[str, object] = {"field": f"`{name}`", "type": type_words(info.annotation), "default": _default(info)}
     return told | {"description": info.description or ""}
 
 
