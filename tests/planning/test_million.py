@@ -12,6 +12,7 @@ SAMPLES = 1_000_000
 
 
 @pytest.mark.large
+@pytest.mark.timeout(900)
 def test_a_million_samples_are_planned_in_a_minute_and_resumed_in_half_a_gigabyte(tmp_path: Path) -> None:
     planned, resumed = plan_and_resume(tmp_path, SAMPLES)
     print(f"planned {planned}, resumed {resumed}")
