@@ -40,11 +40,11 @@ lint: setup-test ## ruff and pyright (strict)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 
-test: setup-test lint ## all tests that need no real engine, trainer, browser or PostgreSQL
-	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres and not large"
+test: setup-test lint ## all tests that need no real engine, trainer, browser, PostgreSQL, nights or hosts
+	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres and not operated and not large"
 
-test-real: setup-test ## the tests with a real SGLang, vLLM, trainers, browser and PostgreSQL (makes their environments when missing)
-	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres or large" --durations=10
+test-real: setup-test ## those tests: real SGLang, vLLM, trainers, browser, PostgreSQL, several nights and hosts (makes their environments when missing)
+	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres or operated or large" --durations=10
 
 BENCHMARKS := engine_alone seed_way ingest validation memory orchestration eta
 bench: setup-test ## benchmarks side by side, each in a minute or so; renews benchmarks/results.md

@@ -36,6 +36,8 @@ from flows.local.processes import StartedProcess, descendants, start, stop
 from flows.local.services import CHECKOUT, PREFECT, Services
 from tests.flows.conftest import Door, call, parameters, write_run
 
+pytestmark = [pytest.mark.operated, pytest.mark.timeout(600)]
+
 LIMIT_SECONDS = 240.0
 LEASE_SECONDS = 4.0
 ROWS, CHUNKS = 480, 8

@@ -23,6 +23,8 @@ from flows.local.following import artifact, follow, send
 from flows.local.services import Services
 from tests.flows.conftest import Door, call, parameters, write_run
 
+pytestmark = [pytest.mark.operated, pytest.mark.timeout(600)]
+
 LIMIT_SECONDS = 240.0
 INTERVAL_SECONDS = 5
 
