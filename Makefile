@@ -41,7 +41,7 @@ lint: setup-test ## ruff and pyright (strict)
 	@$(BIN)/pyright
 
 test: setup-test lint ## all tests that need no real engine, trainer, browser, PostgreSQL, nights or hosts
-	@$(BIN)/pytest -m "not real_engine and not real_trainer and not browser and not postgres and not operated and not large"
+	@$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not real_engine and not real_trainer and not browser and not postgres and not operated and not large"
 
 test-real: setup-test ## those tests: real SGLang, vLLM, trainers, browser, PostgreSQL, several nights and hosts (makes their environments when missing)
 	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres or operated or large" --durations=10

@@ -16,6 +16,7 @@ FLOW_OF_DEPLOYMENT = {
     "extract-100k": "extract",
     "extract-chunk": "extract-chunk",
     "nightly-refresh": "refresh",
+    "train": "train",
 }
 """Must agree with prefect.yaml; a test compares them."""
 

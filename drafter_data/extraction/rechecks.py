@@ -62,8 +62,8 @@ class Anchors:
     """A few states from before a session, or the first ones that it stores. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
-        keys = list(store.keys())
-        self._keys = random.sample(keys, min(ANCHORS, len(keys)))
+        chosen = set(random.sample(range(len(store)), min(ANCHORS, len(store))))
+        self._keys = [key for place, key in enumerate(store.keys()) if place in chosen]  # never all of a million keys at once
         self._lock = threading.Lock()
 
     def add(self, state_key: str) -> None:

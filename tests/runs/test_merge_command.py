@@ -68,7 +68,10 @@ def test_merge_with_bad_usage_exits_2_with_one_line(
     assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
 
 
-def test_merge_prints_a_line_a_run_with_the_reports_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_prints_a_line_a_run_with_the_reports_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     rows = [chat("q", "a", id=1), chat("q", "a", id=2), chat("q", "b", id=1), {"messages": []}, {"x": 1}]
     a, b = write_run(tmp_path, "first", "jsonl", rows), write_run(tmp_path, "second", "json", [chat("q", "c", id=3)])
     assert run(["merge", a, b, "--out", str(tmp_path / "out")]) == 0
