@@ -275,8 +275,10 @@ class Store:
         path, line = self.root / HANDOFFS_FILE, str(folder.absolute())
         if line in self.handoffs():
             return
-        with path.open("a") as handle:
-            handle.write(line + "\n")
+        with path.open("ab+") as handle:
+            if handle.seek(0, os.SEEK_END) and (handle.seek(-1, os.SEEK_END), handle.read(1))[1] != b"\n":
+                handle.write(b"\n")  # a kill tore the last line: the next one must not be glued to it
+            handle.write(os.fsencode(line) + b"\n")
             handle.flush()
             os.fsync(handle.fileno())
 

@@ -77,6 +77,12 @@ class RecoveredWriter:
             states_slh = np.array(file.array("hidden_states"))
             final_sh = as_float32(states_slh[:, -1], receipt.dtype) / self._scale_h
             states_slh[:, -1] = _in_storage_form(final_sh, receipt.dtype)
+            if not np.isfinite(as_float32(states_slh[:, -1], receipt.dtype)).all():
+                raise InputError(
+                    f"sample {row.sample_key[:12]}: its final state divided by the norm's scale does not fit into {receipt.dtype}; "
+                    "hand off to specforge, or extract with final_norm: pre",
+                    reason="norm-not-invertible",
+                )
             out.write(state_header(states_slh.shape, receipt.dtype))
             out.write(sample.input_ids_s.astype("<i8").tobytes())
             out.write(states_slh.data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def write_target(folder: Path, model: Checkpoint) -> Path:
     """The verifier's folder where it has an index; else `folder` with links to its files and an index made from their headers."""
     if list(model.folder.glob("*.index.json")):
         return model.folder.absolute()
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed hand-off left half made
     folder.mkdir()
     weight_map: dict[str, str] = {}
     for path in sorted(model.folder.iterdir()):

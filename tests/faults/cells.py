@@ -72,8 +72,8 @@ class Bench:
 
     def extraction(self, **changes: Any) -> ExtractionParameters:
         """Short waits: the engine is this machine's."""
-        values = {"in_flight": self.setting.in_flight, "attempts": 2, "recheck_samples": 0, "dump_timeout_seconds": 0.4}
-        return ExtractionParameters(**{**values, "request_timeout_seconds": 1, "stop_after_failures": 1000, **changes})
+        values = {"in_flight": self.setting.in_flight, "attempts": 2, "recheck_samples": 0, "dump_timeout_seconds": 0.8}
+        return ExtractionParameters(**{**values, "request_timeout_seconds": 2, "stop_after_failures": 1000, **changes})
 
     def preflight(self, store: Path, **changes: Any) -> PreflightReport:
         """A preflight of its own."""

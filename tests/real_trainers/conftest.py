@@ -15,12 +15,14 @@ import pytest
 from drafter_data.dataset import Dataset
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.llama import Llama
+from drafter_data.files import existing_parent
 from drafter_data.store.store import Store
 from tests.support.engines import running_engine
 from tests.trainers.test_defects import DEFECTS, damage, forge_receipt
 from tests.trainers.world import World, own_answers
 
 SAMPLES = 200
+NEEDED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,12 @@ def trainer_python() -> Path:
     """The interpreter of the environment that setup.sh makes, once a machine."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "drafter-data" / "trainers"
-    done = subprocess.run([Path(__file__).with_name("setup.sh"), folder], capture_output=True, text=True)
+    python = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
+    if python is None:
+        pytest.skip("the trainers' environment needs python3.11 on PATH")
+    if not (folder / ".complete").exists() and shutil.disk_usage(existing_parent(folder)).free < NEEDED_BYTES:
+        pytest.skip(f"the trainers' environment needs {NEEDED_BYTES >> 30} GiB free at {folder}")
+    done = subprocess.run([Path(__file__).with_name("setup.sh"), folder, python], capture_output=True, text=True)
     if done.returncode:
         pytest.fail(f"setup.sh failed: {done.stderr[-1500:]}")
     return folder / "bin" / "python"

@@ -83,15 +83,15 @@ def test_named_run_is_live_then_ended_for_whoever_asks_and_gone_once_forgotten(t
 
 
 def test_host_of_another_name_is_believed_until_its_own_lease_time_is_over(tmp_path: Path) -> None:
-    with another_process(tmp_path, key="one", DRAFTER_DATA_HOST_NAME="far", DRAFTER_DATA_LEASE_SECONDS="2"):
-        deadline = time.monotonic() + 3
+    with another_process(tmp_path, key="one", DRAFTER_DATA_HOST_NAME="far", DRAFTER_DATA_LEASE_SECONDS="5"):
+        deadline = time.monotonic() + 7
         while time.monotonic() < deadline:
             assert activity_of(tmp_path, "one") == "live", "it is renewed"
             time.sleep(0.1)
     killed = time.monotonic()
     assert activity_of(tmp_path, "one") == "live", "this host cannot see that it is gone"
     while activity_of(tmp_path, "one") == "live":
-        assert time.monotonic() - killed < 4
+        assert time.monotonic() - killed < 15
         time.sleep(0.05)
 
 

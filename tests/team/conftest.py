@@ -16,8 +16,8 @@ import pytest
 
 from drafter_data.embedded.launch import free_port
 from flows.local.services import CHECKOUT, Services
+from tests.support.debian import install
 
-INSTALL_SECONDS = 240
 OWNER = "postgres"
 
 
@@ -44,12 +44,9 @@ class Cluster:
 @pytest.fixture(scope="session")
 def programs() -> Path:
     """Folder of initdb and postgres; Debian's package is installed where it is missing and may be."""
-    found = find_programs()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        command = ["apt-get", "install", "--yes", "--no-install-recommends", "postgresql"]
-        subprocess.run(command, capture_output=True, timeout=INSTALL_SECONDS, check=False)
-        found = find_programs()
-    return found or pytest.skip("no PostgreSQL server on this machine: apt-get install postgresql")
+    if find_programs() is None:
+        install("postgresql")
+    return find_programs() or pytest.skip("apt-get installed no PostgreSQL server")
 
 
 def find_programs() -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from tests.flows.conftest import services  # noqa: F401 - a fixture
+from tests.support.debian import install
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-INSTALL_SECONDS = 240
-# apt-get downloads nothing twice, asks nothing, and installs no more than the browser needs.
-INSTALL = ("apt-get", "install", "--yes", "--no-install-recommends", "chromium")
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +21,7 @@ def chromium() -> str:
     """The browser's program; Debian's package is installed where it is missing and may be."""
     if found := next(filter(None, map(shutil.which, CHROMIUM)), None):
         return found
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        pytest.skip("no chromium on this machine, and not root on a Debian: apt-get install chromium")
-    done = subprocess.run(INSTALL, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
-    if done.returncode:
-        pytest.skip(f"chromium is missing and apt-get could not install it: {done.stderr[-300:]}")
+    install("chromium")
     return shutil.which("chromium") or pytest.skip("apt-get installed no chromium")
 
 

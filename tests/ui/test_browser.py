@@ -18,7 +18,7 @@ from flows.local.following import artifact, read_run
 from flows.local.services import Services
 from tests.ui.walk import Walk
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]
 PAGES = ("lengths", "extraction-report", "validation", "training")
 NAN_IN_SOME = {"seed": 1, "faults": [{"name": "nan", "rate": 0.1, "per_prompt": True, "after": 20}]}
 
@@ -44,7 +44,7 @@ def test_form_progress_failed_chunk_retry_and_pictures_in_a_browser(
     walk.shot("form")
     walk.submit()
     run_id = walk.run_id
-    expect(browser_page.get_by_text("merge short-prompts.jsonl").first).to_be_visible(timeout=90_000)
+    expect(browser_page.get_by_text("merge short-prompts.jsonl").first).to_be_visible(timeout=240_000)
     walk.shot("running")
 
     assert walk.wait_for_state("Failed", "Completed") == "Failed"

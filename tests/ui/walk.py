@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, expect
 
-RUN_SECONDS = 90.0
+RUN_SECONDS = 240.0
 
 
 class Walk:
