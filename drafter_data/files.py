@@ -6,6 +6,7 @@ Order: temporary name in the target folder, write, fsync, rename, fsync of the f
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import secrets
 import sys
@@ -141,3 +142,18 @@ def _sync_file_range() -> Any:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
         call.restype = ctypes.c_int
     return call
+
+
+@contextmanager
+def exclusive(path: Path) -> Generator[None]:
+    """Holds the lock of a file, which is made with its folder where it is missing, against other threads, processes and hosts.
+
+    A regular file open for writing: on NFS a lock on a folder, or on a file open for reading, is this host's alone. Raises OSError.
+    """
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

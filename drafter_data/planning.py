@@ -12,8 +12,6 @@ and then so that chunk indices and keys keep their meaning:
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ from data_contracts.plan import PLAN_FILE, SAMPLE_COLUMNS, SAMPLES_FILE, Chunk, 
 from drafter_data.costs import CostModel, predicted_seconds
 from drafter_data.dataset import Dataset, arrow_schema
 from drafter_data.errors import InputError
-from drafter_data.files import atomic_path, write_atomic
+from drafter_data.files import atomic_path, exclusive, write_atomic
 from drafter_data.store.store import Store
 
 SAMPLES_SCHEMA = arrow_schema(SAMPLE_COLUMNS)
@@ -64,7 +62,7 @@ def make_plan(dataset: Dataset, store: Store, costs: CostModel, *, chunk_samples
     folder = plan_folder(store.root, dataset.record.dataset_id)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _planning_lock(folder):
+        with exclusive(folder / ".lock"):  # two planners would cut differently once their costs differ
             return _made_or_kept(dataset, store, costs, folder, chunk_samples, max_prompt_tokens)
     except OSError as error:
         raise InputError(
@@ -333,14 +331,3 @@ def _samples_file(folder: Path, kept_chunks: int, *, rewrite: bool) -> Generator
                 for chunk in range(kept_chunks):
                     write_group(old.read_row_group(chunk))
         yield write_group
-
-
-@contextmanager
-def _planning_lock(folder: Path) -> Generator[None]:
-    """One planner a dataset and store: two would cut differently once their costs differ."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

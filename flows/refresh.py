@@ -96,7 +96,10 @@ def run_if_new(
     sources = sources_of(workspace, found, mark, settings)
     record = merge.merge_runs(workspace, sources, watch.merging(tuple(sources)))
     dataset = workspace.dataset_folder(record.dataset_id)
-    done = RefreshMark(runs=found.digests, settings=settings, dataset_id=record.dataset_id, handed_off=mark.handed_off)
+    inherited = {gone: mark.runs[gone] for gone in found.gone if earlier is not None and str(earlier.folder) in sources}
+    done = RefreshMark(
+        runs={**inherited, **found.digests}, settings=settings, dataset_id=record.dataset_id, handed_off=mark.handed_off
+    )
     if earlier is not None and record.dataset_id == earlier.record.dataset_id:
         write_mark(workspace.folder, done)
         return nothing_new(log, f"{len(found.new)} runs were new or changed, but every row of theirs was there before")

@@ -62,7 +62,10 @@ def sources_of(workspace: Workspace, found: Arrivals, mark: RefreshMark, setting
     """What to merge: every finished run; and, where runs that were merged are gone, the version that still has their rows."""
     sources = [run.source for run in found.finished]
     earlier = earlier_version(workspace.folder, mark.dataset_id)
-    if not found.gone or earlier is None:
+    if not found.gone:
+        return sources
+    if earlier is None:
+        say(f"{len(found.gone)} runs are gone and so is the version that had their rows: they are no part of the new one")
         return sources
     if mark.settings != settings:
         say(f"{len(found.gone)} runs are gone, and their rows were made with {mark.settings}: they are no part of the new version")

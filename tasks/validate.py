@@ -8,10 +8,12 @@ from pathlib import Path
 from prefect import task
 
 from data_contracts.extraction import ChunkFailures, GateReport
+from data_contracts.parameters import ExtractionParameters
 from data_contracts.validation import ValidationReport
+from drafter_data.costs import CostModel, latest_costs
 from drafter_data.dataset import Dataset
 from drafter_data.gate import judge, require_open
-from drafter_data.planning import load_plan
+from drafter_data.planning import load_plan, make_plan
 from drafter_data.remedies import remedy
 from drafter_data.report.drawing import embedded
 from drafter_data.report.pictures import norms_picture
@@ -58,8 +60,12 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
     """Reads every state of the dataset. What is damaged leaves the store, so that the gate counts it and a retry brings it anew."""
     store = Store.open(workspace.store)
     try:
-        report = validate_store(store, Dataset.open(dataset))
-        store.discard(damaged_states(store, report))
+        opened = Dataset.open(dataset)
+        report = validate_store(store, opened)
+        damaged = damaged_states(store, report)
+        store.discard(damaged)
+        if damaged or report.missing:
+            plan_again(store, opened)
         keep_validation(store, report)
         observe_stage(store.root, "validate", report.bytes, report.seconds)
     finally:
@@ -70,6 +76,14 @@ def validate(workspace: Workspace, dataset: Path) -> ValidationReport:
     publish_page("validation", told, norms, again, markdown_table(validation_rows(report)))
     say(_validation_summary(report))
     return report
+
+
+def plan_again(store: Store, dataset: Dataset) -> None:
+    """Puts what the store lacks by now into chunks: a state that an earlier dataset brought is in no chunk of this plan."""
+    plan = load_plan(store.root, dataset.record.dataset_id)
+    most = max((chunk.samples for chunk in plan.chunks), default=ExtractionParameters().chunk_samples)
+    costs = latest_costs(store.root) or CostModel()
+    make_plan(dataset, store, costs, chunk_samples=most, max_prompt_tokens=plan.max_prompt_tokens)
 
 
 def damaged_states(store: Store, report: ValidationReport) -> dict[str, str]:

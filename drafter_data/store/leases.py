@@ -7,19 +7,18 @@ a process that could be seen from here and is no longer there.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from data_contracts.record import Record
 from drafter_data.errors import LeaseHeld
-from drafter_data.files import write_atomic
+from drafter_data.files import exclusive, write_atomic
 from drafter_data.hosts import LEASE_SECONDS, this_host
 
 RENEW_SECONDS = 15.0
@@ -44,6 +43,7 @@ class Leases:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._locks = folder.parent / "locks"
         self._host = this_host()
         self._held: dict[str, Lease] = {}
         self._seen: dict[str, tuple[Lease, float]] = {}
@@ -154,15 +154,9 @@ class Leases:
         except (FileNotFoundError, ValidationError):
             return None
 
-    @contextmanager
-    def _guard(self) -> Generator[None]:
-        """One taker at a time, across processes."""
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+    def _guard(self) -> AbstractContextManager[None]:
+        """One taker at a time, across processes and hosts."""
+        return exclusive(self._locks / "leases")
 
 
 def own_process() -> str:

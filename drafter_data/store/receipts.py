@@ -159,7 +159,8 @@ class ReceiptLog:
         """
         dropped, batch = 0, list[str]()
         for line in self.lines():
-            key = "" if line.key is None else line.key.hex()
+            raw = line.key  # parses the line
+            key = "" if raw is None else raw.hex()
             if key in reasons:
                 batch.append(_taken_back(key, line, reasons[key]).model_dump_json())
                 dropped += 1

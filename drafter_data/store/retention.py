@@ -20,7 +20,7 @@ from data_contracts.retention import GcReport, Unneeded
 from drafter_data.dataset import Dataset
 from drafter_data.errors import InputError
 from drafter_data.store.activity import Beside, working
-from drafter_data.store.store import Store, is_state_name
+from drafter_data.store.store import HANDOFFS_FILE, Store, is_state_name
 from drafter_data.trainers.folder import read_manifest
 
 REASON = "not-kept"
@@ -79,7 +79,7 @@ def _compare(store: Store, keep: Sequence[Path]) -> GcReport:
 def _kept(store: Store, keep: Sequence[Path]) -> _Kept:
     kept = _Kept()
     folders = [folder for path in keep for folder in _folders(path)]
-    recorded = [Path(folder) for folder in store.handoffs() if (Path(folder) / MANIFEST_FILE).is_file()]
+    recorded = [folder for folder in map(Path, store.handoffs()) if _is_there(store, folder)]
     for folder in dict.fromkeys(one.resolve() for one in [*folders, *recorded]):
         if (folder / MANIFEST_FILE).is_file():
             _keep_handoff(kept, store, folder)
@@ -88,6 +88,19 @@ def _kept(store: Store, keep: Sequence[Path]) -> _Kept:
             kept.datasets[dataset.record.dataset_id] = str(folder)
             _keep_keys(kept, dataset.rows_path)
     return kept
+
+
+def _is_there(store: Store, handoff: Path) -> bool:
+    """Whether a recorded hand-off still is; one on a disk that is not mounted here may still be linked to."""
+    if (handoff / MANIFEST_FILE).is_file():
+        return True
+    if not handoff.parent.is_dir():
+        raise InputError(
+            f"hand-off {handoff}: its place cannot be seen from here and it may need states; mount it, or take its line out of "
+            f"{store.root / HANDOFFS_FILE}",
+            reason="handoff-unreachable",
+        )
+    return False
 
 
 def _keep_handoff(kept: _Kept, store: Store, folder: Path) -> None:
@@ -118,7 +131,13 @@ def _folders(path: Path) -> list[Path]:
             reason="nothing-to-keep",
         )
     found = sorted(folder for part in parts for folder in part.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    return [one for one in found if (one / DATASET_RECORD).is_file() or (one / MANIFEST_FILE).is_file()]
+    for one in found:
+        if not (one / DATASET_RECORD).is_file() and not (one / MANIFEST_FILE).is_file() and any(one.iterdir()):
+            raise InputError(
+                f"{one}: neither {DATASET_RECORD} nor {MANIFEST_FILE} in it: what it needs is not known; mend or remove it",
+                reason="keep-unreadable",
+            )
+    return [one for one in found if any(one.iterdir())]
 
 
 def _orphans(store: Store) -> Iterator[Path]:

@@ -4,6 +4,7 @@
     STORE/states/ab/abcd….safetensors
     STORE/receipts/<chunk>.<writer>.jsonl
     STORE/leases/<chunk>.json
+    STORE/locks/ab              held while a file comes into or leaves states/ab
     STORE/plans/<dataset_id>/
     STORE/provenance.jsonl, canaries.jsonl   how states came about, what the canary found
 
@@ -12,7 +13,6 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
@@ -33,7 +33,7 @@ from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
-from drafter_data.files import TEMPORARY_PREFIX, write_new
+from drafter_data.files import TEMPORARY_PREFIX, exclusive, write_new
 from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.store.commit import write_state
 from drafter_data.store.leases import Lease, Leases
@@ -227,6 +227,8 @@ class Store:
         A file that some living commit has just put there, with a receipt, stays. Killed in between, it leaves files without a
         receipt, which fsck and gc remove. `by` names the receipts file that takes back.
         """
+        if not reasons:
+            return
         self._receipts.drop(reasons, by)
         for key in reasons:
             self.remove_orphan(self.path_of(key))
@@ -304,11 +306,6 @@ class Store:
     @contextmanager
     def _folder_lock(self, key: str) -> Generator[None]:
         """One committer a folder, across processes: a temporary file seen under this lock belongs to no living commit."""
-        folder = self.root / "states" / key[:2]
-        folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        (self.root / "states" / key[:2]).mkdir(exist_ok=True)
+        with exclusive(self.root / "locks" / key[:2]):
             yield
-        finally:
-            os.close(descriptor)

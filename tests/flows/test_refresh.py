@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -140,6 +141,14 @@ def test_three_nights_extract_all_then_only_what_is_new_then_nothing(services: S
     by_hand = send(services, "nightly-refresh", {**given, "input": {**given["input"], "hand_off": "grown"}})
     assert follow(services, by_hand, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "COMPLETED"
     assert read_nights(work)[-1].extracted == 10
+
+    # Runs that are removed leave their rows in the version, that night and the ones after.
+    shutil.rmtree(runs / "first")
+    for number, rows in (("third", 58), ("fourth", 63)):
+        add_run(runs, number, 5, seed=len(number))
+        by_hand = send(services, "nightly-refresh", {**given, "input": {**given["input"], "hand_off": "grown"}})
+        assert follow(services, by_hand, print, timeout_seconds=LIMIT_SECONDS)["state_type"] == "COMPLETED"
+        assert Dataset.open((work / "dataset").resolve()).record.rows == rows
     assert len(read_files_table(work / "handoff")) == 53
 
 

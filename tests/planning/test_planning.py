@@ -12,8 +12,10 @@ from data_contracts.identity import chunk_key
 from drafter_data.costs import CostModel
 from drafter_data.dataset import Dataset
 from drafter_data.errors import InputError
+from drafter_data.gate import judge
 from drafter_data.planning import chunk_rows, load_plan, make_plan, neighbours_differ, plan_folder
 from drafter_data.store.store import Store
+from tasks.validate import plan_again
 from tests.store.making import commit, identity_of, ids_of, small_dataset, write_dataset
 
 
@@ -59,6 +61,18 @@ def test_plan_partly_filled_store_brings_only_what_is_missing(tmp_path: Path, st
     plan = make_plan(dataset, store, CostModel(), chunk_samples=10, max_prompt_tokens=512)
     assert plan.already_stored == 30
     assert sorted(planned_rows(store, dataset, len(plan.chunks))) == list(range(1, 60, 2))
+
+
+def test_gate_counts_a_state_that_an_earlier_dataset_brought_and_that_was_dropped(tmp_path: Path, store: Store) -> None:
+    dataset = small_dataset(tmp_path / "data", 20)
+    for sample in dataset.take(range(20)):
+        commit(store, sample.input_ids_s.astype(np.int64))
+    plan = make_plan(dataset, store, CostModel(), chunk_samples=5, max_prompt_tokens=512)
+    assert plan.chunks == () and judge(plan, store, max_error_rate=0.0).open
+    store.discard({next(iter(dataset.take([4]))).state_key: "checksum"})
+    plan_again(store, dataset)
+    report = judge(load_plan(store.root, dataset.record.dataset_id), store, max_error_rate=0.0)
+    assert not report.open and [chunk.failures[0].reason for chunk in report.failed_chunks] == ["not-attempted"]
 
 
 def test_plan_state_dropped_after_planning_becomes_a_further_chunk(tmp_path: Path, store: Store) -> None:

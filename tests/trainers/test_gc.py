@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data_contracts.dataset import RECORD_FILE
 from data_contracts.handoff import MANIFEST_FILE
 from drafter_data.cli.main import run
 from drafter_data.dataset import Dataset
@@ -115,6 +116,27 @@ def test_live_hand_off_anywhere_keeps_its_states_and_a_removed_one_does_not(worl
     assert all(one.linked for one in report.unneeded) and len(report.unneeded) == 8
     assert stored(world.store) == keys(kept)
     assert len(list(out.glob("states/*.safetensors"))) == 10, "what was linked stays whole"
+
+
+def test_hand_off_on_a_disk_that_is_not_mounted_here_stops_removal(world: World, tmp_path: Path) -> None:
+    kept, handed = part_of(world, tmp_path / "kept", slice(0, 6)), part_of(world, tmp_path / "handed", slice(4, 14))
+    disk = tmp_path / "disk"
+    hand_off(trainer_named("speculators"), handed, world.store, disk / "handoff", model=world.model)
+    before = stored(world.store)
+    disk.rename(tmp_path / "unmounted")
+    with pytest.raises(InputError, match=r"cannot be seen from here.*handoffs\.txt"):
+        collect_garbage(world.store, [kept.folder], remove=True)
+    assert stored(world.store) == before
+
+
+def test_folder_of_a_work_folder_without_its_record_stops_removal(world: World, tmp_path: Path) -> None:
+    part_of(world, tmp_path / "datasets", slice(0, 3))
+    damaged = part_of(world, tmp_path / "datasets", slice(3, 6))
+    (damaged.folder / RECORD_FILE).unlink()
+    before = stored(world.store)
+    with pytest.raises(InputError, match="what it needs is not known"):
+        collect_garbage(world.store, [tmp_path], remove=True)
+    assert stored(world.store) == before
 
 
 def test_removal_is_refused_while_anyone_works_on_the_store_and_listing_is_not(world: World, tmp_path: Path) -> None:
