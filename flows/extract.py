@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,7 @@ def bring_states(
     """Stages 2 to 8: every state of a dataset in the store, validated, or a reason for each that is not."""
     dataset_id = dataset.name
     on_hosts = extraction.fan_out == "deployment"
-    engine = this_host().fill(engine) if on_hosts else engine
+    asked, engine = engine, this_host().fill(engine) if on_hosts else engine
     lengths.profile(dataset, state_bytes_per_token(engine, model_of(engine, workspace)))
 
     with running_engine(engine, workspace) as running:
@@ -103,7 +104,7 @@ def bring_states(
         ended = {} if on_hosts else chunks.extract_chunks(session, pending, extraction)
     if on_hosts and pending:  # an engine that was started here is not kept from the chunks' own
         with shown_store(workspace.store, dataset_id):
-            ended = send_chunks(session, pending)
+            ended = send_chunks(replace(session, engine=asked), pending)  # the paths of this host are not those of the others
 
     validate.pass_gate(workspace, dataset_id, extraction.max_error_rate, "extraction", ended)
     validate.validate(workspace, dataset)

@@ -24,7 +24,10 @@ BLOCK = "drafter-data-alerts"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 MISSED_HEARTBEATS = 3
 DEFAULT_SECONDS = 540
-_HEARD = {HEARTBEAT, *(f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Cancelling", "Crashed"))}
+_ENDS = ("Completed", "Skipped", "Failed", "TimedOut", "Crashed", "Cancelled")
+_PAUSES = ("Cancelling", "Paused", "Suspended", "AwaitingRetry")
+"""States after which no heartbeat is due, by name: the events have no other. `Skipped` is a night beside another run."""
+_HEARD = {HEARTBEAT, *(f"prefect.flow-run.{name}" for name in (*_ENDS, *_PAUSES))}
 _PAYLOAD = (
     '{"text": "flow run {{ flow_run.name }} is lost: no heartbeat; marked Crashed. Look at its host, then Retry. '
     '{{ flow_run|ui_url }}"}'
@@ -32,7 +35,7 @@ _PAYLOAD = (
 
 
 def lost_runs(within_seconds: int, webhook: UUID | None) -> AutomationCore:
-    """The automation: no heartbeat within that time after the one before, and no end."""
+    """The automation: no heartbeat within that time after the one before, and neither an end nor a pause."""
     actions: list[Any] = [
         ChangeFlowRunState(
             state=StateType.CRASHED, name="Crashed", message=f"lost: no heartbeat for {within_seconds} s", force=False

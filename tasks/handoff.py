@@ -141,10 +141,9 @@ def train_elsewhere(
     The curve is read from the hand-off's job.log, where the deployment's flow writes one (ours, `train`, does).
     """
     log = Path(manifest.folder) / JOB_LOG
-    started_at, log_bytes = time.time(), log.stat().st_size if log.is_file() else 0
-    train_by_deployment(parameters.deployment, manifest, argv)
-    checkpoint = trainer.finished(manifest, started_at)
-    curve = read_curve(manifest) if log.is_file() and log.stat().st_size > log_bytes else []
+    sent_at = train_by_deployment(parameters.deployment, manifest, argv)
+    checkpoint = trainer.finished(manifest, sent_at)
+    curve = read_curve(manifest) if log.is_file() and log.stat().st_mtime >= sent_at else []
     for point in curve:
         page.take(point)
     return checkpoint.model_copy(update={"curve": tuple(curve)})

@@ -35,7 +35,7 @@ from drafter_data.refresh.finding import Arrivals, look_for_runs
 from drafter_data.refresh.nights import Stored, append_night, counted, earlier_version, read_nights, stored_of
 from drafter_data.units import gigabytes
 from drafter_data.workspace import Workspace
-from tasks.publishing import STAGE, publish_table, say
+from tasks.publishing import STAGE, publish_table, run_logger, say
 
 SHOWN_NIGHTS = 60
 LEAST_PROMPTS = 2
@@ -125,9 +125,16 @@ def logged_night(workspace: Workspace) -> Generator[NightLog]:
     except BaseException as error:
         reason = error.reason if isinstance(error, DrafterDataError) else type(error).__name__
         log.update(outcome="failed", note=f"{reason}: {error}".splitlines()[0][:300])
-        log.close()
+        _write_down(log)
         raise
-    log.close()
+    _write_down(log)
+
+
+def _write_down(log: NightLog) -> None:
+    try:
+        log.close()
+    except Exception as error:  # noqa: BLE001 - the night has ended as it has, whether its line arrives or not
+        run_logger().warning("the record of this night is not complete: %s", error)
 
 
 def night_row(night: Night) -> dict[str, object]:

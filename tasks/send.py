@@ -25,13 +25,14 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.deployments import run_deployment
-from prefect.states import Cancelling, Crashed
+from prefect.states import Crashed
 
 from data_contracts.parameters import ChunkEngineParameters, ChunkParameters
 from data_contracts.plan import Chunk
 from drafter_data.extraction.session import SessionSettings
 from drafter_data.store.activity import activity_of, forget_activity
 from tasks.publishing import say
+from tasks.sent_runs import OPEN_STATES, cancel_sent
 
 DEPLOYMENT = "extract-chunk/extract-chunk"
 POLL_SECONDS = 2.0
@@ -48,7 +49,6 @@ HOST_REASONS = frozenset(
 )  # fmt: skip
 """What one host can fail with while another may do."""
 PAGE = 200
-_OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 
 def send_chunks(settings: SessionSettings, chunks: list[Chunk]) -> dict[int, str]:
@@ -98,7 +98,7 @@ class _Campaign:
         """Takes over runs of these chunks that an earlier try has sent and that have not ended."""
         wanted = FlowRunFilter(
             tags=FlowRunFilterTags(all_=[self._store_tag]),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_OPEN)),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN_STATES)),
         )
         taken: set[str] = set()
         for page in range(1_000):
@@ -123,16 +123,19 @@ class _Campaign:
     def wait(self) -> dict[int, str]:
         """Until every chunk has ended; returns how those that failed did."""
         while self.open:
-            for run in self._read(sorted(self.open)):
-                self._look_at(run)
+            found = {run.id: run for run in self._read(sorted(self.open))}
+            for run_id in sorted(self.open):
+                if run_id in found:
+                    self._look_at(found[run_id])
+                else:
+                    self._again(self.open.pop(run_id), "its run was deleted")
             if self.open:
                 time.sleep(POLL_SECONDS)
         return self.failed
 
     def cancel(self) -> None:
         """Ends what was sent."""
-        for run_id in self.open:
-            self.client.set_flow_run_state(run_id, Cancelling(message="the run that sent this chunk has ended"))
+        cancel_sent(self.client, self.open, "the run that sent this chunk has ended")
 
     def _look_at(self, run: FlowRun) -> None:
         if run.state is None:

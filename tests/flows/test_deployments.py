@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ import requests
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from drafter_data.dataset import Dataset
-from drafter_data.errors import UsageError
+from drafter_data.errors import InputError, TrainingFailed, UsageError
 from drafter_data.files import xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.folder import read_manifest
 from drafter_data.validation import validate_store
 from flows.local.following import artifact, follow, logs, read_run, send
 from flows.local.services import Services
-from tasks.training_run import check_deployment
+from flows.train import run_training
+from tasks.training_run import check_deployment, train_by_deployment
 from tests.flows.conftest import parameters, write_run
 from tests.flows.test_resuming import wait_for
 from tests.trainers.test_job import is_running
@@ -102,10 +105,14 @@ def test_each_deployment_by_its_names_resolves_to_its_flow_and_completes(service
     assert trained["state_type"] == "COMPLETED"
     assert trained["parameters"]["handoff"] == str((tmp_path / "full/handoff").resolve())
     assert shlex.join(trained["parameters"]["command"]) == facts["command"]
-    again = send(services, "train/train", {"handoff": trained["parameters"]["handoff"], "command": ["false"]})
+    again = send(services, "train/train", {"handoff": str(tmp_path / "full/handoff"), "command": ["false"]})  # by its link
     failed = ended(services, again)
     assert failed["state_type"] == "FAILED"
     assert str(failed["state"]["message"]).startswith("exit-status: trainer ridge")  # type: ignore[index]
+    shutil.copytree(tmp_path / "full/handoff", tmp_path / "moved", symlinks=True)
+    with pytest.raises(InputError, match=f"{trained['parameters']['handoff']}, where its job reads and writes") as refused:
+        run_training(str(tmp_path / "moved"), ())
+    assert refused.value.reason == "handoff-moved"
 
 
 def test_training_deployment_that_is_not_there_or_takes_something_else_is_refused_before_anything_is_done(
@@ -124,7 +131,9 @@ def test_training_deployment_that_is_not_there_or_takes_something_else_is_refuse
     assert not (tmp_path / "work/dataset").exists()
 
 
-def test_cancel_while_another_deployment_trains_cancels_its_run_and_ends_the_whole_job(services: Services, tmp_path: Path) -> None:
+def test_cancel_while_another_deployment_trains_cancels_its_run_and_ends_the_whole_job_of_which_there_is_one(
+    services: Services, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pids = tmp_path / "pids"
     job = (
         "import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
@@ -134,12 +143,25 @@ def test_cancel_while_another_deployment_trains_cancels_its_run_and_ends_the_who
     run = write_run(tmp_path / "run.jsonl", 12)
     run_id = send(services, "extract-100k", parameters(run, tmp_path / "work", handoff=elsewhere))
     wait_for(lambda: pids.is_file() and pids.read_text().endswith(" "))
+
+    def send_again() -> None:
+        """As a retry does whose first try was killed."""
+        with temporary_settings({PREFECT_API_URL: services.api}):
+            train_by_deployment("train/train", read_manifest(tmp_path / "work/handoff"), ["false"])
+
+    caplog.set_level(logging.INFO, logger="drafter_data")
+    second_try = ThreadPoolExecutor(1).submit(send_again)
+    wait_for(lambda: second_try.done() or "still trains on this hand-off" in caplog.text)
     state = {"type": "CANCELLING", "name": "Cancelling"}
     requests.post(f"{services.api}/flow_runs/{run_id}/set_state", json={"state": state}, timeout=30).raise_for_status()
 
     assert ended(services, run_id)["state_type"] == "CANCELLED"
     wait_for(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
-    wait_for(lambda: "CANCELLED" in {run["state_type"] for run in runs_of_flow(services, "train")})
+    with pytest.raises(TrainingFailed, match="ended Cancelled"):
+        second_try.result(LIMIT_SECONDS)
+    here = str((tmp_path / "work/handoff").resolve())
+    sent = [run["state_type"] for run in runs_of_flow(services, "train") if run["parameters"]["handoff"] == here]
+    assert sent == ["CANCELLED"], "one run, which both tries waited for"
 
 
 def test_bad_input_through_the_worker_fails_with_one_line_and_no_traceback(services: Services, tmp_path: Path) -> None:

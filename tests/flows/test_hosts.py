@@ -231,17 +231,21 @@ def receipts_by_host(services: Services, store: Path, state: str) -> int:
     return sum(bool(list(store.glob(f"receipts/{keys[one['parameters']['chunk']['index']]}.*"))) for one in running)
 
 
-def test_child_retried_alone_to_green_then_the_parent_sends_no_second_child(
-    hosts_pool: Services, door: Door, tmp_path: Path
+def test_child_deleted_is_sent_again_and_one_retried_alone_to_green_is_not(
+    hosts_pool: Services, door: Door, model: Path, tmp_path: Path
 ) -> None:
     run, work = write_run(tmp_path / "run.jsonl", 24), tmp_path / "work"
     store = work / "store"
     door.refuses = lambda key: key in keys_of_chunk(store, 1)
-    engine = {"url": door.url, "dump_folder": str(tmp_path / "dumps")}
+    of_parent = {"ENGINE_URL": door.url, "DUMP_FOLDER": str(tmp_path / "dumps"), "MODEL": str(model)}
+    given = parameters(run, work, extraction={"fan_out": "deployment"})
+    parent = send_to_host(hosts_pool, given, of_parent)
+    wait_for(lambda: len(children(hosts_pool, store)) == 3)
+    deleted = next(one["id"] for one in children(hosts_pool, store) if one["parameters"]["chunk"]["index"] == 0)
+    call(hosts_pool, "DELETE", f"flow_runs/{deleted}")
+    wait_for(lambda: len(children(hosts_pool, store)) == 3)
     on_host = worker(hosts_pool, "host-d", door.url, tmp_path / "dumps", tmp_path / "host-d.log")
     try:
-        given = parameters(run, work, engine=engine, extraction={"fan_out": "deployment"})
-        parent = send(hosts_pool, "extract-100k", given)
         first = follow(hosts_pool, parent, print, timeout_seconds=LIMIT_SECONDS)
         assert first["state"]["message"].startswith("gate-closed: ")
         sent = children(hosts_pool, store)
@@ -249,6 +253,8 @@ def test_child_retried_alone_to_green_then_the_parent_sends_no_second_child(
         failed = next(one for one in sent if one["state_type"] == "FAILED")
         assert failed["parameters"]["chunk"]["index"] == 1
         assert not {"url", "dump_folder"} & set(failed["parameters"]["engine"])
+        assert failed["parameters"]["engine"]["model"] is None, "the run names none, and that of its host is its host's own"
+        assert [one["name"].endswith(", sent 2 times") for one in sent if one["parameters"]["chunk"]["index"] == 0] == [True]
         assert "chunk 1 of " in failed["name"]
 
         door.refuses = lambda key: False
@@ -264,6 +270,14 @@ def test_child_retried_alone_to_green_then_the_parent_sends_no_second_child(
     assert not rows & set(door.asked), "nothing was extracted again"
     assert validate_store(Store.open(store), Dataset.open(work / "dataset")).errors == 0
     assert (work / "handoff" / "manifest.json").is_file()
+
+
+def send_to_host(services: Services, given: dict[str, Any], of_host: dict[str, str]) -> str:
+    """A run of the main job by a host with a configuration of its own."""
+    found = call(services, "GET", "deployments/name/extract/extract-100k")
+    env = {f"DRAFTER_DATA_{name}": value for name, value in of_host.items()}
+    body = {"parameters": given, "job_variables": {"env": env}, "state": {"type": "SCHEDULED"}}
+    return call(services, "POST", f"deployments/{found['id']}/create_flow_run", body)["id"]
 
 
 def keys_of_chunk(store: Path, index: int) -> set[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data_contracts.identity import dataset_id
 from data_contracts.refresh import NIGHTS_FILE, Night
 from drafter_data.dataset import Dataset
+from drafter_data.errors import StoreFull
 from drafter_data.refresh.delta import new_rows, write_delta
 from drafter_data.refresh.nights import append_night, read_nights
+from drafter_data.workspace import Workspace
+from tasks.refresh import logged_night
 from tests.support.datasets import random_prompts, write_dataset
 
 
@@ -53,3 +57,13 @@ def test_nights_survive_a_torn_line(tmp_path: Path) -> None:
         handle.write('{"started_at": 2.0, "run": "tw')
     append_night(tmp_path, Night(started_at=3.0, run="three"))
     assert [(night.run, night.extracted) for night in read_nights(tmp_path)] == [("one", 3), ("three", 0)]
+
+
+def test_night_whose_line_cannot_be_written_ends_as_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / NIGHTS_FILE).mkdir()
+    workspace = Workspace(tmp_path, tmp_path / "store")
+    with logged_night(workspace):
+        pass
+    with pytest.raises(StoreFull, match="the night's own"), logged_night(workspace):
+        raise StoreFull("the night's own")
+    assert caplog.text.count("the record of this night is not complete") == 2
