@@ -206,17 +206,19 @@ def test_three_hosts_of_which_one_is_killed_bring_every_state_once_in_the_time_o
     assert (len(done), len(lost), len(runs)) == (CHUNKS, 1, CHUNKS + 1)
     assert lost[0]["state"]["message"].startswith("host lost: its lease ended")
     by = Counter(one["state"]["message"].rpartition("by ")[2] for one in done)
-    assert set(by) == {"host-a", "host-b"}
+    before_it_died = by.pop("host-c", 0)  # what it had ended by then, on a slow machine
+    assert set(by) == {"host-a", "host-b"} and before_it_died <= 1
     check_wall(runs, done, by)
 
 
 def check_wall(runs: Sequence[dict[str, Any]], done: Sequence[dict[str, Any]], by: Counter[str]) -> None:
     """Against what two hosts need at the pace of these two: rounds of two chunks, each from one start to the next."""
+    left = sum(by.values())
     mine = {host: [one for one in done if one["state"]["message"].endswith(f"by {host}")] for host in by}
     starts = [sorted(seconds(one["start_time"]) for one in runs_of) for runs_of in mine.values()]
     paces = [later - earlier for times in starts for earlier, later in pairwise(times)]
     begun, ended = min(seconds(one["start_time"]) for one in runs), max(seconds(one["end_time"]) for one in done)
-    need = math.ceil(CHUNKS / 2) * statistics.median(paces)
+    need = math.ceil(left / 2) * statistics.median(paces)
     print(f"wall {ended - begun:.1f} s, two hosts need {need:.1f} s: {(ended - begun) / need:.2f}")
     assert ended - begun < 1.25 * need
 
