@@ -6,6 +6,7 @@ Order: temporary name in the target folder, write, fsync, rename, fsync of the f
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import secrets
@@ -148,10 +149,17 @@ def _sync_file_range() -> Any:
 def exclusive(path: Path) -> Generator[None]:
     """Holds the lock of a file, which is made with its folder where it is missing, against other threads, processes and hosts.
 
-    A regular file open for writing: on NFS a lock on a folder, or on a file open for reading, is this host's alone. Raises OSError.
+    A regular file open for writing: on NFS a lock on a folder, or on a file open for reading, is this host's alone. On a file
+    system that is mounted read-only nothing is held, since nothing can be changed. Raises OSError.
     """
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        yield
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

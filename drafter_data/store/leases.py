@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from data_contracts.record import Record
 from drafter_data.errors import LeaseHeld
-from drafter_data.files import exclusive, write_atomic
+from drafter_data.files import TEMPORARY_PREFIX, exclusive, write_atomic
 from drafter_data.hosts import LEASE_SECONDS, this_host
 
 RENEW_SECONDS = 15.0
@@ -58,6 +58,7 @@ class Leases:
         `among` is given all live leases while nobody else can take one, and may refuse by raising.
         """
         with self._guard():
+            self._sweep()
             current = self._read(key)
             if current is not None and self._is_live(key, current):
                 raise LeaseHeld(
@@ -107,6 +108,11 @@ class Leases:
                 return False
             self._path(key).unlink(missing_ok=True)
             return True
+
+    def _sweep(self) -> None:
+        """Removes what killed writers left: every writer of a lease has the guard, so none of it is under way."""
+        for path in self._folder.glob(f"{TEMPORARY_PREFIX}*"):
+            path.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._stop.wait(min(RENEW_SECONDS, self._host.lease_seconds / RENEWALS_A_LEASE)):
