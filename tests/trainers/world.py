@@ -39,12 +39,12 @@ class World:
         return next(self.dataset.take([row])).sample_key
 
 
-def own_answers(model: Llama, count: int, *, seed: int, longest: int = 48) -> list[Row]:
+def own_answers(model: Llama, count: int, *, seed: int, shortest: int = 16, longest: int = 48) -> list[Row]:
     """Random prompts with answers that the model itself samples; the answer is supervised."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
     for _ in range(count):
-        prompt_tokens, tokens = int(rng.integers(4, 9)), int(rng.integers(16, longest + 1))
+        prompt_tokens, tokens = int(rng.integers(4, 9)), int(rng.integers(shortest, longest + 1))
         ids = [int(i) for i in rng.integers(5, model.config.vocab_size, prompt_tokens)]
         cache = model.cache(tokens)
         states = model.forward(np.array(ids, np.int64), [8], cache)
