@@ -80,15 +80,15 @@ def test_speculators_trains_on_what_is_sound_and_its_loss_falls_by_a_third(
 
 
 def test_specforge_trains_on_what_is_sound_and_its_loss_falls(damaged: Damaged, trainer_python: Path, tmp_path: Path) -> None:
-    options = {**EVERY_JOB, "python": str(trainer_python), "draft_vocab_size": "512", "training.max_steps": "60"}
-    options |= {"training.num_epochs": "1", "training.batch_size": "2", "training.learning_rate": "0.003"}
+    options = {**EVERY_JOB, "python": str(trainer_python), "draft_vocab_size": "512", "training.max_steps": "240"}
+    options |= {"training.num_epochs": "4", "training.batch_size": "2", "training.learning_rate": "0.003"}
     options |= {"training.ttt_length": "3", "training.warmup_ratio": "0.0"}
     manifest = hand_off_damaged(damaged, tmp_path / "out", "specforge", options)
     checkpoint, losses, _ = train(manifest, options)
     first, last = float(np.mean(losses[:10])), float(np.mean(losses[-10:]))
     print(f"specforge: {len(losses)} steps, mean loss of the first 10 {first:.3f}, of the last 10 {last:.3f}: {last / first:.3f}")
     assert len(losses) >= 60
-    assert last <= 0.9 * first
+    assert last <= 0.9 * first, losses
     state = "import sys, torch; s = torch.load(sys.argv[1], weights_only=True); assert s"
     loads(trainer_python, state, checkpoint.weights_file)
 
