@@ -80,7 +80,7 @@ def test_speculators_trains_on_what_is_sound_and_its_loss_falls_by_a_third(
 
 
 def test_specforge_trains_on_what_is_sound_and_its_loss_falls(damaged: Damaged, trainer_python: Path, tmp_path: Path) -> None:
-    options = {**EVERY_JOB, "python": str(trainer_python), "draft_vocab_size": "512", "training.max_steps": "240"}
+    options = {**EVERY_JOB, "python": str(trainer_python), "draft_vocab_size": "512", "training.max_steps": "320"}
     options |= {"training.num_epochs": "4", "training.batch_size": "2", "training.learning_rate": "0.003"}
     options |= {"training.ttt_length": "3", "training.warmup_ratio": "0.0"}
     manifest = hand_off_damaged(damaged, tmp_path / "out", "specforge", options)
