@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -90,6 +90,21 @@ class MergeParameters(Parameters):
     )
 
 
+TokenizerName = Annotated[
+    str, Field(title="Tokenizer", description="`builtin`, or a local Hugging Face tokenizer folder (extra `tokenize`).")
+]
+LongestRow = Annotated[
+    int | None,
+    Field(
+        ge=2,
+        le=10_000_000,
+        title="Longest row (tokens)",
+        description="Longer rows are dropped (or cut, below). Empty: the engine's limit.",
+    ),
+]
+Merging = Annotated[MergeParameters, Field(title="Merge", description="Which rows are kept and what of them is supervised.")]
+
+
 class InputParameters(Parameters):
     """Generation runs and how they become rows."""
 
@@ -106,21 +121,9 @@ class InputParameters(Parameters):
         description="Only when no generation runs are given.",
     )
     seed: int = Field(default=0, ge=0, title="Seed", description="For sample runs and re-extracted samples.")
-    tokenizer: str = Field(
-        default="builtin",
-        title="Tokenizer",
-        description="`builtin`, or a local Hugging Face tokenizer folder (extra `tokenize`).",
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        le=10_000_000,
-        title="Longest row (tokens)",
-        description="Longer rows are dropped (or cut, below). Empty: the engine's limit.",
-    )
-    merge: MergeParameters = Field(
-        default=MergeParameters(), title="Merge", description="Which rows are kept and what of them is supervised."
-    )
+    tokenizer: TokenizerName = "builtin"
+    max_tokens: LongestRow = None
+    merge: Merging = MergeParameters()
 
 
 class EngineParameters(Parameters):
@@ -287,21 +290,9 @@ class WatchParameters(Parameters):
         title="Settled after (minutes)",
         description="Without a marker a run is finished when nothing in it changed for so long. Empty: only the marker counts.",
     )
-    tokenizer: str = Field(
-        default="builtin",
-        title="Tokenizer",
-        description="`builtin`, or a local Hugging Face tokenizer folder (extra `tokenize`).",
-    )
-    max_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        le=10_000_000,
-        title="Longest row (tokens)",
-        description="Longer rows are dropped (or cut, below). Empty: the engine's limit.",
-    )
-    merge: MergeParameters = Field(
-        default=MergeParameters(), title="Merge", description="Which rows are kept and what of them is supervised."
-    )
+    tokenizer: TokenizerName = "builtin"
+    max_tokens: LongestRow = None
+    merge: Merging = MergeParameters()
     hand_off: Literal["grown", "delta"] = Field(
         default="grown",
         title="Hand off",

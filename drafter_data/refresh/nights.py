@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from data_contracts.refresh import MARK_FILE, NIGHTS_FILE, Night, RefreshMark
 from drafter_data.dataset import Dataset
 from drafter_data.errors import InputError
-from drafter_data.files import write_atomic
+from drafter_data.files import append_line, write_atomic
 from drafter_data.gate import judge
 from drafter_data.planning import load_plan
 from drafter_data.store.store import RECORD_FILE, Store
@@ -33,13 +32,8 @@ def write_mark(folder: Path, mark: RefreshMark) -> None:
 
 
 def append_night(folder: Path, night: Night) -> None:
-    """One fsynced line. What a killed writer left without an end is ended first, so that it costs no other line."""
-    path = folder / NIGHTS_FILE
-    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("ab") as handle:
-        handle.write((b"\n" if torn else b"") + night.model_dump_json().encode() + b"\n")
-        handle.flush()
-        os.fsync(handle.fileno())
+    """Adds a night to the table."""
+    append_line(folder / NIGHTS_FILE, night.model_dump_json().encode())
 
 
 def read_nights(folder: Path) -> list[Night]:

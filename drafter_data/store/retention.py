@@ -130,14 +130,15 @@ def _folders(path: Path) -> list[Path]:
             f"{path}: neither a dataset version, nor a hand-off, nor a work folder with {' or '.join(_INSIDE)} in it",
             reason="nothing-to-keep",
         )
-    found = sorted(folder for part in parts for folder in part.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    folders = (folder for part in parts for folder in part.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    found = sorted(folder for folder in folders if any(folder.iterdir()))
     for one in found:
-        if not (one / DATASET_RECORD).is_file() and not (one / MANIFEST_FILE).is_file() and any(one.iterdir()):
+        if not (one / DATASET_RECORD).is_file() and not (one / MANIFEST_FILE).is_file():
             raise InputError(
                 f"{one}: neither {DATASET_RECORD} nor {MANIFEST_FILE} in it: what it needs is not known; mend or remove it",
                 reason="keep-unreadable",
             )
-    return [one for one in found if any(one.iterdir())]
+    return found
 
 
 def _orphans(store: Store) -> Iterator[Path]:

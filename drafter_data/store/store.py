@@ -33,7 +33,7 @@ from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
-from drafter_data.files import TEMPORARY_PREFIX, exclusive, write_new
+from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, write_new
 from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.store.commit import write_state
 from drafter_data.store.leases import Lease, Leases
@@ -249,8 +249,7 @@ class Store:
         last = Provenance.model_validate_json(lines[-1]) if lines else None
         if last == provenance:
             return []
-        with path.open("a") as handle:
-            handle.write(provenance.model_dump_json() + "\n")
+        append_line(path, provenance.model_dump_json().encode())
         if last is None:
             return []
         before, now = last.model_dump(), provenance.model_dump()
@@ -263,8 +262,7 @@ class Store:
 
     def record_canary(self, record: CanaryRecord) -> None:
         """Appends what the canary found before a run."""
-        with (self.root / CANARY_FILE).open("a") as handle:
-            handle.write(record.model_dump_json() + "\n")
+        append_line(self.root / CANARY_FILE, record.model_dump_json().encode())
 
     def canaries(self) -> tuple[CanaryRecord, ...]:
         """The last canary of each engine, by fingerprint; engines in the order of their first."""
@@ -277,12 +275,7 @@ class Store:
         path, line = self.root / HANDOFFS_FILE, str(folder.absolute())
         if line in self.handoffs():
             return
-        with path.open("ab+") as handle:
-            if handle.seek(0, os.SEEK_END) and (handle.seek(-1, os.SEEK_END), handle.read(1))[1] != b"\n":
-                handle.write(b"\n")  # a kill tore the last line: the next one must not be glued to it
-            handle.write(os.fsencode(line) + b"\n")
-            handle.flush()
-            os.fsync(handle.fileno())
+        append_line(path, os.fsencode(line))
 
     def handoffs(self) -> tuple[str, ...]:
         """Folders of all hand-offs ever made; many may be gone."""
