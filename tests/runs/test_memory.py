@@ -29,10 +29,18 @@ def highest(pid):
     except (OSError, StopIteration):
         return 0
 
+def command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
 def watch():
     while not done.wait(0.02):
         for task in Path("/proc/self/task").iterdir():
-            readers.extend(map(highest, (task / "children").read_text().split()))
+            children = (task / "children").read_text().split()
+            # Between fork and exec a child still has our command line, and our memory counts as its own.
+            readers.extend(highest(child) for child in children if command(child) != command("self"))
 
 if __name__ == "__main__":
     readers, done = [0], threading.Event()
