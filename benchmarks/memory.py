@@ -1,7 +1,8 @@
 """Memory of the client at a million samples, with an engine that answers at once: planned, then resumed with nearly all there.
 
 Each phase runs in a process of its own, whose peak RSS counts: preflight and plan; a resumed session that extracts what is left
-with the most requests in flight that can be set. The resume's receipts are the benchmark's; no state files belong to them.
+with the most requests in flight that can be set. The resume's receipts are the benchmark's; no state files belong to them. Last, a
+whole run with dumps of the field's size, from the embedded engine's timed mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.reporting import Cell, Result, peak_rss_mb, publish
-from benchmarks.world import run_module, stub_checkpoint, work_folder
+from benchmarks.world import (
+    FIELD_MEAN_TOKENS,
+    RAM_DISK,
+    field_lengths,
+    make_dataset,
+    prompts_of,
+    run_module,
+    stub_checkpoint,
+    timed_engine,
+    work_folder,
+)
 from data_contracts.dataset import RECORD_FILE, ROWS_FILE, DatasetRecord
 from data_contracts.identity import Provenance, StoreIdentity, dataset_id, sample_key, state_key_of_bytes
 from data_contracts.parameters import EngineParameters, ExtractionParameters
@@ -36,6 +47,7 @@ from drafter_data.store.store import Store
 
 TOKENS, HIDDEN, LAYERS = 8, 16, (2, 4, 5, 8)
 LEFT = 2000
+FIELD_HIDDEN, FIELD_DUMPS = 7168, 40
 GROUP_ROWS = 5000
 
 
@@ -114,7 +126,7 @@ def main() -> None:
         return
     with work_folder(options.work) as work:
         planned, resumed = plan_and_resume(work, options.samples)
-    _publish(options.samples, planned, resumed)
+        _publish(options.samples, planned, resumed, large_dumps(work))
 
 
 def plan_and_resume(work: Path, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,7 +138,16 @@ def plan_and_resume(work: Path, samples: int) -> tuple[dict[str, Any], dict[str,
     return planned, run_module("benchmarks.memory", "--phase", "resume", "--folder", str(work))
 
 
-def _publish(samples: int, planned: dict[str, Any], resumed: dict[str, Any]) -> None:
+def large_dumps(work: Path) -> dict[str, Any]:
+    """A run over dumps of 135 MB on average, as many in flight as the RAM disk lets."""
+    dataset = make_dataset(work / "large", prompts_of(field_lengths(FIELD_DUMPS)))
+    with work_folder(RAM_DISK) as ram, timed_engine(work, ram / "dumps", hidden_size=FIELD_HIDDEN, num_layers=61) as engine:
+        given = ["--engine", engine.parameters().model_dump_json(), "--in-flight", "64"]
+        return run_module("benchmarks.pipeline", str(dataset), str(work / "large-store"), *given)
+
+
+def _publish(samples: int, planned: dict[str, Any], resumed: dict[str, Any], large: dict[str, Any]) -> None:
+    each = FIELD_MEAN_TOKENS * 4 * FIELD_HIDDEN * 2 / 1e6
     rows: list[list[Cell]] = [
         [
             "preflight and plan",
@@ -138,8 +159,13 @@ def _publish(samples: int, planned: dict[str, Any], resumed: dict[str, Any]) -> 
             f"opened in {resumed['open_seconds']:.1f} s, extracted {resumed['extracted']:,} in {resumed['extract_seconds']:.1f} s",
             resumed["peak_rss_mb"],
         ],
+        [
+            f"{FIELD_DUMPS} dumps of {each:.0f} MB, up to 64 in flight",
+            f"extracted in {large['seconds']:.1f} s",
+            large["peak_rss_mb"],
+        ],
     ]
-    peak = max(float(planned["peak_rss_mb"]), float(resumed["peak_rss_mb"]))
+    peak = max(float(phase["peak_rss_mb"]) for phase in (planned, resumed, large))
     publish(
         Result(
             name="memory",

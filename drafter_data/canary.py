@@ -52,9 +52,12 @@ _LAYERS_BY = {
 
 @dataclass(frozen=True)
 class _Answer:
+    """`states_slh`: all of a short prompt's, of a longer one's the last row; there may be gigabytes of them."""
+
     states_slh: NDArray[np.float32]
     seconds: float
     proof_error: float | None
+    dtype: str = "F32"
 
 
 class Canary:
@@ -104,7 +107,7 @@ class Canary:
 
     def _check_repeat(self, first: _Answer, second: _Answer) -> float:
         """How far two runs of one prompt are apart."""
-        error = states_distance(second.states_slh, first.states_slh)
+        error = states_distance(second, first)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
                 f"one prompt sent twice gave states {error:.2e} apart (relative, worst layer): the engine's dumps are not its own; "
@@ -118,7 +121,7 @@ class Canary:
         cut = len(ids_s) * 2 // 3
         if cut == 0:
             return
-        error = states_distance(self._ask(ids_s[:cut]).states_slh, whole.states_slh[:cut])
+        error = states_distance(self._ask(ids_s[:cut]), whole, of_beginning=True)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
                 f"the first {cut} tokens of a prompt gave states {error:.2e} apart (relative, worst layer) with and without "
@@ -190,7 +193,8 @@ class Canary:
                 check_token_ids(dump.token_ids_s, ids_s, label)
                 check_columns_distinct(dump.states_slh, label)
                 hash_and_check(dump.states_slh, dump.dtype, xxhash.xxh3_128(), label)
-                states_slh = np.array(as_float32(dump.states_slh, dump.dtype))
+                kept = slice(None) if len(ids_s) <= PROMPT_TOKENS else slice(-1, None)
+                states_slh = np.array(as_float32(dump.states_slh[kept], dump.dtype))
             finally:
                 self._engine.release(dump)
         except (SampleError, EngineLost) as error:

@@ -6,7 +6,8 @@ Tensor legend: S tokens, L stored layers, H hidden size; rows are [L*H] a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from drafter_data.errors import DumpRejected
 from drafter_data.foreign_file import RowsOnDisk
+from drafter_data.safetensors_file import as_float32
 
 BLOCK_BYTES = 1 << 20
 _HEAD = 8
@@ -130,16 +132,39 @@ def relative_frobenius(found: NDArray[np.float32], expected: NDArray[np.float32]
     return float(np.linalg.norm((found - expected).ravel()) / max(float(np.linalg.norm(expected.ravel())), 1e-30))
 
 
-def states_distance(found_slh: NDArray[np.float32], expected_slh: NDArray[np.float32]) -> float:
+class States(Protocol):
+    """States [S, L, H] in storage form, in memory or on disk, with their dtype's name."""
+
+    @property
+    def states_slh(self) -> NDArray[Any] | RowsOnDisk: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def states_distance(found: States, expected: States, *, of_beginning: bool = False) -> float:
     """How far two extractions of one prompt are apart: per layer the root mean square over the tokens of |found - expected| /
-    |expected|, and of these the largest. Infinite for different shapes or values that are not finite.
+    |expected|, and of these the largest. Infinite for different shapes or values that are not finite. `of_beginning`: `found` is
+    of the prompt's first tokens only, and compared with those.
 
     Each layer and each token counts alike. In one norm over everything the last layers and the first tokens (attention sinks), a
     hundred times as large as others in many models, hide that an early layer is its neighbour or that most rows are another's.
+    Some rows at a time: in single precision two dumps of the field's size would take a gigabyte.
     """
-    if found_slh.shape != expected_slh.shape:
+    shape_slh, (tokens, *expected_lh) = found.states_slh.shape, expected.states_slh.shape
+    if shape_slh[1:] != (*expected_lh,) or not (shape_slh[0] == tokens or (of_beginning and shape_slh[0] < tokens)):
         return float("inf")
-    apart_sl = np.linalg.norm(found_slh - expected_slh, axis=2).astype(np.float64)
-    size_sl = np.linalg.norm(expected_slh, axis=2).astype(np.float64)
-    worst = float(np.sqrt(np.mean(np.square(apart_sl / np.maximum(size_sl, 1e-30)), axis=0)).max(initial=0))
+    tokens, square_l = shape_slh[0], np.zeros(shape_slh[1])
+    step = max(1, BLOCK_BYTES // max(1, 4 * prod(expected_lh)))
+    with np.errstate(all="ignore"):
+        for start in range(0, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            expected_rlh = as_float32(expected.states_slh[rows], expected.dtype)
+            apart_rlh = as_float32(found.states_slh[rows], found.dtype) - expected_rlh
+            square_l += (_squared(apart_rlh) / np.maximum(_squared(expected_rlh), 1e-60)).sum(axis=0)
+        worst = float(np.sqrt(square_l / max(tokens, 1)).max(initial=0))
     return worst if np.isfinite(worst) else float("inf")
+
+
+def _squared(values_rlh: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Squared sizes [R, L]."""
+    return np.einsum("rlh,rlh->rl", values_rlh, values_rlh).astype(np.float64)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, as_completed
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from drafter_data.extraction.sample import SampleWork, Sent
 from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
 from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
-from drafter_data.safetensors_file import as_float32
 from drafter_data.store.activity import host_label
 from drafter_data.verification import states_distance
 
@@ -269,9 +268,8 @@ class _ChunkRun:
         with session.window.space(work.tokens * session.bytes_per_token):
             again = session.extractor.fetch(work).dump
             try:
-                stored = session.store.read(work.state_key)
-                with np.errstate(all="ignore"):
-                    return states_distance(as_float32(again.states_slh, again.dtype), as_float32(stored.states_slh, stored.dtype))
+                with closing(session.store.read(work.state_key)) as stored:
+                    return states_distance(again, stored)
             finally:
                 session.engine.release(again)
 

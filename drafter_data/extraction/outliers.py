@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from drafter_data.foreign_file import RowsOnDisk
 from drafter_data.safetensors_file import as_float32
 
-MOST_ROWS = 64
+FEWEST_ROWS, MOST_ROWS = 16, 64
+VALUES_LOOKED_AT = 1 << 18
+"""Of a sample: wide models vary less from row to row, and many samples are looked at side by side."""
 ENOUGH = 8
 MOST_KEPT = 256
 FAR = 10.0
@@ -28,12 +30,12 @@ _TO_SIGMA = 1.4826
 
 def signature_of(states_slh: NDArray[np.generic] | RowsOnDisk, dtype: str) -> NDArray[np.float64]:
     """[L * (L + 1) / 2] logarithms; rows are spread over the prompt, the first one (an attention sink in most models) left out."""
-    tokens = len(states_slh)
-    rows = np.unique(np.linspace(min(1, tokens - 1), tokens - 1, MOST_ROWS).astype(int))
-    states_lrh = np.ascontiguousarray(as_float32(states_slh[rows], dtype).swapaxes(0, 1))
-    layers = range(len(states_lrh))
-    sizes = [_log_size(states_lrh[a]) for a in layers]
-    apart = [_log_size(states_lrh[a] - states_lrh[b]) for a in layers for b in layers[a + 1 :]]
+    tokens, layers, hidden = states_slh.shape
+    most = int(np.clip(VALUES_LOOKED_AT // (layers * hidden), FEWEST_ROWS, MOST_ROWS))
+    rows = np.unique(np.linspace(min(1, tokens - 1), tokens - 1, most).astype(int))
+    states_lrh = as_float32(states_slh[rows], dtype).swapaxes(0, 1)
+    sizes = [_log_size(states_lrh[a]) for a in range(layers)]
+    apart = [_log_size(states_lrh[a] - states_lrh[b]) for a in range(layers) for b in range(a + 1, layers)]
     return np.median([*sizes, *apart], axis=1)
 
 

@@ -22,7 +22,6 @@ from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, Interr
 from drafter_data.extraction.outliers import FAR, Outliers, signature_of
 from drafter_data.extraction.patience import Patience
 from drafter_data.extraction.window import Window
-from drafter_data.safetensors_file import as_float32
 from drafter_data.store.store import Store
 from drafter_data.verification import check_columns_distinct, hash_and_check, states_distance
 
@@ -197,9 +196,7 @@ class SampleExtractor:
         again = self.fetch(work, given_up).dump
         try:
             _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
-            known_slh = as_float32(dump.states_slh[: work.tokens], dump.dtype)
-            with np.errstate(all="ignore"):
-                return states_distance(as_float32(again.states_slh, again.dtype), known_slh)
+            return states_distance(again, dump, of_beginning=True)
         finally:
             self._engine.release(again)
 

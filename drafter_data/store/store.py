@@ -18,10 +18,9 @@ import secrets
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +31,10 @@ from data_contracts.preflight import CanaryRecord
 from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
-from drafter_data.errors import IdentityMismatch, InputError, StateCorrupt
+from drafter_data.errors import DumpRejected, IdentityMismatch, InputError, StateCorrupt
 from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, write_new
-from drafter_data.safetensors_file import MalformedFile, TensorFile
+from drafter_data.foreign_file import ForeignFile, RowsOnDisk
+from drafter_data.safetensors_file import MAX_HEADER_BYTES, MalformedFile
 from drafter_data.store.commit import write_state
 from drafter_data.store.leases import Lease, Leases
 from drafter_data.store.receipts import ReceiptLine, ReceiptLog
@@ -55,15 +55,15 @@ class StoreRecord(Record):
 
 @dataclass(frozen=True)
 class StateView:
-    """A mapped state file. `states_slh` is in storage form (bfloat16 as uint16); `close` unmaps it."""
+    """An open state file. `states_slh` is in storage form (bfloat16 as uint16) and read when it is looked at."""
 
-    states_slh: NDArray[Any]
+    states_slh: RowsOnDisk
     token_ids_s: NDArray[np.int64]
     dtype: str
-    file: TensorFile
+    file: ForeignFile
 
     def close(self) -> None:
-        """Unmaps the file (once the views are gone)."""
+        """Closes the file."""
         self.file.close()
 
 
@@ -193,12 +193,16 @@ class Store:
             return receipt
 
     def read(self, state_key: str) -> StateView:
-        """Maps a committed state. Raises StateCorrupt when the file is missing or is no state file (fsck repairs)."""
+        """Opens a committed state. Raises StateCorrupt when the file is missing or is no state file (fsck repairs)."""
         path = self.path_of(state_key)
         try:
-            file = TensorFile.open(path)
-            return StateView(file.array("hidden_states"), file.array("token_ids"), file.tensors["hidden_states"].dtype, file)
-        except (OSError, MalformedFile) as error:
+            with ExitStack() as undo:
+                file = ForeignFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), MAX_HEADER_BYTES)
+                undo.callback(file.close)
+                view = StateView(file.rows("hidden_states"), file.array("token_ids"), file.tensors["hidden_states"].dtype, file)
+                undo.pop_all()
+                return view
+        except (OSError, MalformedFile, DumpRejected) as error:
             raise StateCorrupt(f"{path}: {error}; run `drafter-data fsck {self.root} --repair` and extract again") from error
 
     def lease(self, chunk_key: str, holder: str) -> AbstractContextManager[None]:

@@ -66,7 +66,7 @@ class LayerReference:
         best: tuple[float, LayerReference] | None = None
         for half_rows in (np.inf, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0):
             scaled_nf = (features_nf - centre_f) * np.sqrt(_certainty(rows_n, half_rows))[:, None]
-            covariance_ff, distance_n, kept_n = _trimmed_covariance(scaled_nf)
+            covariance_ff, distance_n, kept_n = trimmed_covariance(scaled_nf)
             trend = abs(float(np.corrcoef(np.log(distance_n[kept_n] + 1e-9), np.log(rows_n[kept_n] + 1))[0, 1]))
             limit = max(FAR, 2 * float(np.quantile(distance_n[kept_n], 0.99)))
             spread_l = np.median([signature.spread_l for signature in signatures], axis=0)
@@ -248,7 +248,7 @@ def _certainty(rows: Any, half_rows: float) -> Any:
     return rows if np.isinf(half_rows) else rows * half_rows / (rows + half_rows)
 
 
-def _trimmed_covariance(scaled_nf: Doubles) -> tuple[Doubles, Doubles, NDArray[np.bool_]]:
+def trimmed_covariance(scaled_nf: Doubles) -> tuple[Doubles, Doubles, NDArray[np.bool_]]:
     """(covariance, distance squared a feature of each sample, kept samples); far ones are left out (Rousseeuw, Driessen 1999)."""
     features = scaled_nf.shape[1]
     spread_f = 1.4826 * np.median(np.abs(scaled_nf), axis=0) + 1e-9

@@ -2,9 +2,9 @@
 
     python -m tests.faults.soak --samples 20000 --minutes 10
 
-The client is what a flow's chunk tasks run, in a process of its own; a kill of a whole flow under a real Prefect is in
-tests/flows/test_resuming.py. `shifted-layer` is left out: a layer that is its neighbour once, in one request, is only seen by
-extracting that sample again, or by validation. `exit` is what the kills do.
+The client is the flow `extract` under a real Prefect server, from the merge to the hand-off, or with `--bare` what its chunk tasks
+run. `shifted-layer` is left out: a layer that is its neighbour once, in one request, is only seen by extracting that sample again,
+or by validation. `exit` is what the kills do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_contracts.parameters import EngineParameters, ExtractionParameters
+from data_contracts.parameters import EngineParameters, ExtractionParameters, HandoffParameters, InputParameters, StorageParameters
 from drafter_data.embedded.checkpoint import ensure_checkpoint
 from drafter_data.embedded.faults import CONTENT_FAULTS, FILE_FAULTS
+from drafter_data.embedded.launch import free_port
 from drafter_data.errors import DrafterDataError
 from drafter_data.extraction.campaign import run_campaign
+from flows.local.services import Services
 from tests.faults.cells import UNLABELLED_FLAGS
 from tests.support.datasets import random_prompts, write_dataset
 from tests.support.engines import RunningEngine, running_engine
@@ -63,10 +67,39 @@ class Soak:
         )
 
 
-def child(dataset: str, store: str, engine: str) -> int:
-    """One run of the client, in a process of its own: 0 when all samples are stored."""
+@dataclass(frozen=True)
+class Scene:
+    """What every run of the client is given."""
+
+    folder: Path
+    rows: Path
+    """The dataset, or with Prefect the generation run."""
+    engine: RunningEngine
+    parameters: EngineParameters
+    prefect: Mapping[str, str] | None
+    """Environment in which the client is the flow; None: what its chunk tasks run."""
+    every_seconds: float
+    draw: random.Random
+
+    def start(self, work: Path, limits: ExtractionParameters) -> subprocess.Popen[bytes]:
+        """One run of the client, in a process of its own."""
+        client = "--client" if self.prefect is None else "--flow"
+        given = (self.rows, work, self.parameters.model_dump_json(), limits.model_dump_json())
+        with (self.folder / "client.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.soak", client, *map(str, given)],
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[2],
+                env={**os.environ, **(self.prefect or {})},
+            )
+
+
+def client(dataset: str, work: str, engine: str, limits: str) -> int:
+    """One run of what chunk tasks run: 0 when all samples are stored."""
+    extraction = ExtractionParameters.model_validate_json(limits)
     try:
-        report = run_campaign(Path(dataset), Path(store), EngineParameters.model_validate_json(engine), LIMITS)
+        report = run_campaign(Path(dataset), Path(work) / "store", EngineParameters.model_validate_json(engine), extraction)
     except DrafterDataError as error:
         print(f"stopped: {error.reason}: {error}", flush=True)
         return 1
@@ -74,104 +107,142 @@ def child(dataset: str, store: str, engine: str) -> int:
     return int(report.failed > 0)
 
 
-def soak(folder: Path, *, samples: int, seconds: float, kill_every_seconds: float, seed: int, labelled: bool = True) -> Soak:
+def flow(run: str, work: str, engine: str, limits: str) -> int:
+    """One run of the flow: 0 when it has handed off all samples."""
+    from flows.extract import extract  # imports Prefect, which the other client does without
+
+    state = extract(
+        input=InputParameters(runs=(run,)),
+        engine=EngineParameters.model_validate_json(engine),
+        extraction=ExtractionParameters.model_validate_json(limits),
+        handoff=HandoffParameters(launch=False),
+        storage=StorageParameters(folder=work, keep_free_gb=0),
+        return_state=True,
+    )
+    return int(not state.is_completed())
+
+
+def soak(
+    folder: Path,
+    *,
+    samples: int,
+    seconds: float,
+    kill_every_seconds: float,
+    seed: int,
+    labelled: bool = True,
+    prefect: Mapping[str, str] | None = None,
+) -> Soak:
     """Rounds of extraction under fire until `seconds` have passed; the last round is ended, not cut."""
-    dataset = write_dataset(folder / "dataset", random_prompts(samples, 8, 48, seed=seed))
-    model = ensure_checkpoint(folder / "model")
+    rows = write_input(folder, random_prompts(samples, 8, 48, seed=seed), as_run=prefect is not None)
     script = folder / "faults.json"
     script.write_text('{"faults": []}')
-    draw, start = random.Random(seed), time.monotonic()
-    found = Soak(kill_at=start + _interval(draw, kill_every_seconds))
-    with running_engine(model, "--faults", str(script), *(() if labelled else UNLABELLED_FLAGS)) as engine:
+    start = time.monotonic()
+    with running_engine(
+        ensure_checkpoint(folder / "model"), "--faults", str(script), *(() if labelled else UNLABELLED_FLAGS)
+    ) as engine:
         parameters = engine.parameters(kind="embedded" if labelled else "sglang-unlabelled")
-        report = run_campaign(dataset.folder, folder / "quiet", parameters, LIMITS.model_copy(update={"dump_timeout_seconds": 20}))
-        assert report.failed == 0
+        scene = Scene(folder, rows, engine, parameters, prefect, kill_every_seconds, random.Random(seed))
+        found = Soak(kill_at=start + _interval(scene))
+        quiet = scene.start(folder / "quiet", LIMITS.model_copy(update={"dump_timeout_seconds": 20})).wait()
+        assert quiet == 0, (folder / "client.log").read_text()[-3000:]
         script.write_text(json.dumps({"seed": seed, "faults": [{"name": name, "rate": RATE} for name in TRANSIENT]}))
         while not (found.rounds and found.client_kills + found.engine_kills) or time.monotonic() - start < seconds:
-            store = folder / f"fire{found.rounds}"
-            while not _one_run(found, engine, parameters, dataset.folder, store, draw, kill_every_seconds, folder / "child.log"):
+            work = folder / f"fire{found.rounds}"
+            while not _one_run(found, scene, work):
                 pass
             found.rounds += 1
             found.samples += samples
-            _compare(found, folder / "quiet", store)
+            _compare(found, folder / "quiet", work)
             found.seconds = time.monotonic() - start
             print(found.line(), flush=True)
     return found
 
 
-def _one_run(
-    found: Soak,
-    engine: RunningEngine,
-    parameters: EngineParameters,
-    dataset: Path,
-    store: Path,
-    draw: random.Random,
-    every: float,
-    log: Path,
-) -> bool:
+def write_input(folder: Path, prompts: list[list[int]], *, as_run: bool) -> Path:
+    """The prompts as a finished dataset, or as a generation run of tokenised rows."""
+    if not as_run:
+        return write_dataset(folder / "dataset", prompts).folder
+    path = folder / "run.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}) + "\n" for ids in prompts))
+    return path
+
+
+def _one_run(found: Soak, scene: Scene, work: Path) -> bool:
     """Runs the client until it ends or is killed; True when all samples are stored."""
     found.runs += 1
-    command = [sys.executable, "-m", "tests.faults.soak", "--child", str(dataset), str(store), parameters.model_dump_json()]
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])
-    receipts = _receipt_bytes(store)
-    if every <= LONG_SECONDS:  # a short soak on a busy machine would kill nothing but clients that are just starting
-        while process.poll() is None and _receipt_bytes(store) == receipts:
+    process, engine = scene.start(work, LIMITS), scene.engine.process
+    receipts = _receipt_bytes(work)
+    if scene.every_seconds <= LONG_SECONDS:  # a short soak on a busy machine would kill nothing but clients that are just starting
+        while process.poll() is None and _receipt_bytes(work) == receipts:
             time.sleep(0.02)
-        found.kill_at = time.monotonic() + _interval(draw, every)
+        found.kill_at = time.monotonic() + _interval(scene)
     while True:
         try:
             return process.wait(timeout=max(0.0, found.kill_at - time.monotonic())) == 0
         except subprocess.TimeoutExpired:
-            found.kill_at = time.monotonic() + _interval(draw, every)
-        if draw.random() < 0.5:
+            found.kill_at = time.monotonic() + _interval(scene)
+        if scene.draw.random() < 0.5:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             found.client_kills += 1
             return False
-        os.killpg(engine.process.pid, signal.SIGKILL)
-        engine.process.stop()
-        engine.process.start()
+        os.killpg(engine.pid, signal.SIGKILL)
+        engine.stop()
+        engine.start()
         found.engine_kills += 1
 
 
-def _interval(draw: random.Random, every: float) -> float:
-    return draw.uniform(0.2, 1.8) * every
+def _interval(scene: Scene) -> float:
+    return scene.draw.uniform(0.2, 1.8) * scene.every_seconds
 
 
-def _receipt_bytes(store: Path) -> int:
-    return sum(path.stat().st_size for path in store.glob("receipts/*.jsonl"))
+def _receipt_bytes(work: Path) -> int:
+    return sum(path.stat().st_size for path in work.glob("store/receipts/*.jsonl"))
 
 
-def _compare(found: Soak, quiet: Path, store: Path) -> None:
+def _compare(found: Soak, quiet: Path, work: Path) -> None:
     """Byte for byte, both ways."""
-    expected = {path.name: path for path in quiet.glob("states/*/*.safetensors")}
-    stored = {path.name: path for path in store.glob("states/*/*.safetensors")}
+    expected = {path.name: path for path in quiet.glob("store/states/*/*.safetensors")}
+    stored = {path.name: path for path in work.glob("store/states/*/*.safetensors")}
     found.different += sorted(expected.keys() ^ stored.keys())
     found.different += [
         name for name, path in stored.items() if name in expected and path.read_bytes() != expected[name].read_bytes()
     ]
-    found.left += [str(path) for path in store.glob("states/*/.tmp-*")]
+    found.left += [str(path) for path in work.glob("store/states/*/.tmp-*")]
+
+
+@contextmanager
+def prefect_server(folder: Path) -> Generator[Mapping[str, str]]:
+    """The environment of a Prefect server that runs for this long."""
+    services = Services(folder, free_port())
+    services.start(print)
+    try:
+        yield services.environment()
+    finally:
+        services.stop()
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        return child(*sys.argv[2:5])
+    if sys.argv[1:2] in (["--client"], ["--flow"]):
+        return (client if sys.argv[1] == "--client" else flow)(*sys.argv[2:6])
     parser = argparse.ArgumentParser(description="Extraction under fire, compared byte for byte with a quiet run.")
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--kill-every-seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unlabelled", action="store_true")
+    parser.add_argument("--bare", action="store_true", help="without Prefect: what the chunk tasks run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="dd-soak-") as folder:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dd-soak-")))
         found = soak(
-            Path(folder),
+            folder,
             samples=options.samples,
             seconds=options.minutes * 60,
             kill_every_seconds=options.kill_every_seconds,
             seed=options.seed,
             labelled=not options.unlabelled,
+            prefect=None if options.bare else stack.enter_context(prefect_server(folder / "prefect")),
         )
     return int(bool(found.different or found.left))
 

@@ -53,7 +53,7 @@ def test_validation_layer_statistics_agree_with_a_direct_computation(tmp_path: P
     store = filled(tmp_path, dataset)
     rms = []
     for receipt in store.receipts():
-        states = store.read(receipt.state_key).states_slh.astype(np.float64)
+        states = np.asarray(store.read(receipt.state_key).states_slh).astype(np.float64)
         states = states[4:] if len(states) > 8 else states  # the first tokens may be attention sinks
         rms.append(np.sqrt((states**2).mean(axis=(0, 2))))
     report = validate_store(store, dataset)
@@ -130,7 +130,7 @@ def test_validation_damaged_file_is_named_with_the_reason(tmp_path: Path, name: 
     elif name == "ids":
         overwrite(store, receipt, data - 8, np.int64(1).tobytes())
     elif name == "same-layers":
-        states = store.read(receipt.state_key).states_slh.copy()
+        states = np.array(store.read(receipt.state_key).states_slh)
         states[:, 1] = states[:, 2]
         overwrite(store, receipt, data, states.tobytes())
     report = validate_store(store, dataset)
