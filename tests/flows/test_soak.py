@@ -12,6 +12,6 @@ from tests.faults.soak import soak
 
 @pytest.mark.timeout(280)
 def test_soak_of_the_flow_under_faults_and_kills_gives_the_quiet_bytes(services: Services, tmp_path: Path) -> None:
-    found = soak(tmp_path, samples=150, seconds=1, kill_every_seconds=3, seed=5, prefect=services.environment())
+    found = soak(tmp_path, samples=60, seconds=1, kill_every_seconds=3, seed=5, prefect=services.environment())
     assert found.client_kills + found.engine_kills > 0
     assert (found.different, found.left) == ([], [])
