@@ -47,11 +47,11 @@ test-real: setup-test ## those tests: real SGLang, vLLM, trainers, browser, Post
 	@$(BIN)/pytest -m "real_engine or real_trainer or browser or postgres or operated or large" --durations=10
 
 BENCHMARKS := engine_alone seed_way ingest validation memory orchestration eta
-bench: setup-test ## benchmarks side by side, each in a minute or so; renews benchmarks/results.md
+bench: setup-test ## benchmarks side by side, a quarter of an hour; renews benchmarks/results.md
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name > /dev/null || exit 1; done
 
 bench-real: setup-test ## the same on a real SGLang and against speculators on a real vLLM (makes their environments when missing)
-	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 96 --mean-tokens 300 > /dev/null
+	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 200 --mean-tokens 300 > /dev/null
 	@$(BIN)/python -m benchmarks.eta_real > /dev/null
 	@tests/real_trainers/setup.sh $(TRAINERS)
 	@$(BIN)/python -m benchmarks.peer > /dev/null

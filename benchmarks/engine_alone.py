@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
-    parser.add_argument("--samples", type=int, default=160)
+    parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--mean-tokens", type=float, default=600.0)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.1, 0.5], help="dump rates as shares of cp + sync")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--sglang", action="store_true", help="a real SGLang on the CPU instead")
     options = parser.parse_args()
     if options.sglang:
@@ -121,7 +122,7 @@ def compare(
     dataset = make_dataset(work / "dataset", prompts)
     (work / "prompts.json").write_text(json.dumps(prompts))
     # The sweep runs on a part of the prompts: it only finds the best number in flight, the alternating runs measure it.
-    (work / "some.json").write_text(json.dumps(prompts[: max(32, len(prompts) // 3)]))
+    (work / "some.json").write_text(json.dumps(prompts[:64]))
     rows: list[list[Cell]] = []
     rates: dict[int, float] = {}
     for in_flight in sweep:
@@ -132,7 +133,8 @@ def compare(
     alone, ours = list[dict[str, float]](), list[dict[str, float]]()
     for repeat in range(repeats):
         alone.append(generate(side, work / "prompts.json", best))
-        ours.append(extract(side, dataset, work / f"store-{repeat}"))
+        ours.append(extract(side, dataset, store := work / f"store-{repeat}"))
+        shutil.rmtree(store)
     ratio = median([one["seconds"] for one in ours]) / median([one["seconds"] for one in alone])
     tokens = sum(map(len, prompts))
     rows.append(_row(side.label, "generator, best", best, alone, tokens, None))

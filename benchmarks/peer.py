@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--speculators", type=Path, default=_speculators(), help="the program `speculators` of its environment")
-    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--mean-tokens", type=float, default=200.0)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

@@ -28,7 +28,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
-    parser.add_argument("--samples", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=300)
     parser.add_argument(
         "--hidden-sizes", type=int, nargs="*", default=[512], help="of dumps of 4 bf16 layers; the field's model has 7,168"
     )

@@ -90,6 +90,15 @@ def test_command_without_a_model_is_one_clear_line(tmp_path: Path, capsys: pytes
     assert output.out == "" and output.err.count("\n") == 1 and "config.json" in output.err
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_model_too_shallow_for_the_default_layers_is_told_to_name_them(tmp_path: Path, layers: int) -> None:
+    model = stub(tmp_path, "LlamaForCausalLM", layers, 64)
+    with pytest.raises(InputError, match=f"a model of {layers} layers; name the layers") as caught:
+        sglang_command(model, DUMPS)
+    assert caught.value.reason == "layers-coincide"
+    assert sglang_command(model, DUMPS, layers=(1, 2, layers)).argv
+
+
 def test_engine_sglang_print_is_the_command_as_a_shell_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = stub(tmp_path / "a model", "KimiK25ForConditionalGeneration", 61, 7168, nested=True)
     arguments = ["engine", "sglang", "--model", str(model), "--dump-folder", str(DUMPS)]
