@@ -161,6 +161,10 @@ class Reference:
             return None
         return cls(layers, LayerReference.learn([signature for signature, _ in samples]), TokenReference.learn(samples))
 
+    def fits(self, signature: Signature, ids_s: NDArray[np.int64]) -> bool:
+        """Whether there is nothing to look into."""
+        return self.shapes.fits(signature.shape_ll, len(signature.rows_r)) and self.tokens.judge(signature, ids_s) is None
+
     def judge(self, signature: Signature, states_slh: NDArray[Any], dtype: str, ids_s: NDArray[np.int64]) -> Verdict | None:
         """What is wrong with the content of a sample with this signature, or None."""
         if not self.shapes.fits(signature.shape_ll, len(signature.rows_r)):

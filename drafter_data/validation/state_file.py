@@ -5,7 +5,6 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,22 @@ UNREADABLE = "unreadable"
 TENSORS = {"token_ids", "hidden_states"}
 
 
+Measured = tuple[Signature, NDArray[np.int64]]
+"""Signature and token ids [S] of a state."""
+
+
 @dataclass(frozen=True)
 class CheckedState:
-    """What came of one file: a finding, or None, the root mean square of each stored layer (float64 [L]) and when it was stored."""
+    """What came of one file: a finding, or None, and of a good one what was measured."""
 
-    state_key: str
+    receipt: Receipt
     finding: Finding | None
-    rms_l: NDArray[np.float64] | None = None
-    committed_at: float = 0.0
+    measured: Measured | None = None
+
+    @property
+    def rms_l(self) -> NDArray[np.float64] | None:
+        """Root mean square of each stored layer, of a state without a finding."""
+        return self.measured[0].rms_l if self.measured is not None and self.finding is None else None
 
 
 def check_size(path: Path, receipt: Receipt) -> Finding | None:
@@ -55,11 +62,11 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
     """
 
     def finding(reason: str, expected: str, found: str) -> CheckedState:
-        return CheckedState(receipt.state_key, _finding(receipt, path, reason, expected, found))
+        return CheckedState(receipt, _finding(receipt, path, reason, expected, found))
 
     wrong_size = check_size(path, receipt)
     if wrong_size is not None:
-        return CheckedState(receipt.state_key, wrong_size)
+        return CheckedState(receipt, wrong_size)
     try:
         file = TensorFile.open(path)
     except MalformedFile as error:
@@ -74,7 +81,7 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
         digest = xxhash.xxh3_128()
         try:
             _check_content(states_slh, ids_s, dtype, receipt, identity)
-            digest.update(_head(path, receipt.bytes - states_slh.nbytes))
+            digest.update(file.head("hidden_states"))
             hash_and_check(states_slh, dtype, digest, f"sample {receipt.state_key[:12]}")
         except DumpRejected as error:
             return finding(error.reason, "states as the receipt and the store's identity say", str(error))
@@ -84,10 +91,10 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
         verdict = reference.judge(signature, states_slh, dtype, ids_s) if reference is not None else None
         if verdict is not None:
             return finding(verdict.reason, verdict.expected, verdict.found)
-        return CheckedState(receipt.state_key, None, signature.rms_l, receipt.committed_at)
+        return CheckedState(receipt, None, (signature, np.array(ids_s)))
 
 
-def read_signature(path: Path, identity: StoreIdentity) -> tuple[Signature, NDArray[np.int64]] | None:
+def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
     """Signature and token ids of a state file, or None where it is not one of this store's (the check names that)."""
     try:
         with TensorFile.open(path) as file:
@@ -121,12 +128,3 @@ def _check_content(
     if found != receipt.state_key:
         raise DumpRejected(f"{label}: its token ids are those of {found[:12]}: another prompt's states", reason="token-ids")
     check_columns_distinct(states_slh, label)
-
-
-def _head(path: Path, count: int) -> bytes:
-    """The bytes before the states: header and token ids."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.pread(descriptor, count, 0)
-    finally:
-        os.close(descriptor)

@@ -7,11 +7,9 @@ receipt (a commit that was killed before its receipt) are counted as orphans: no
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,24 +17,22 @@ from numpy.typing import NDArray
 
 from data_contracts.extraction import SampleFailure
 from data_contracts.plan import PLAN_FILE, Plan
-from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding, ValidationReport
 from drafter_data.dataset import Dataset, Sample
-from drafter_data.files import TEMPORARY_PREFIX, read_ahead
+from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.planning import load_plan, plan_folder
 from drafter_data.remedies import remedy
 from drafter_data.store.store import Store, is_state_name
 from drafter_data.validation.history import failures_of, recheck_statistics
 from drafter_data.validation.layer_sizes import layer_statistics
-from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.rows import check_row
-from drafter_data.validation.signature import Signature
-from drafter_data.validation.state_file import CheckedState, check_size, check_state_file, read_signature
+from drafter_data.validation.state_file import CheckedState, check_size
+from drafter_data.validation.states import check_states
 
 
 @dataclass
 class _Tally:
-    """What has been found so far. `rows_of` counts dataset rows a state (without a dataset: one)."""
+    """What has been found so far. `rows_of` counts dataset rows a state (without a dataset: none)."""
 
     rows_of: Counter[str]
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -47,26 +43,27 @@ class _Tally:
     rms: list[tuple[float, NDArray[np.float64]]] = field(default_factory=list[tuple[float, NDArray[np.float64]]])
 
     def take(self, checked: CheckedState) -> None:
+        self.states += 1
+        self.bytes += checked.receipt.bytes
         if checked.finding is not None:
             self.findings.append(checked.finding)
-            self.errors += self.rows_of[checked.state_key]
+            self.errors += self.rows_of[checked.receipt.state_key] or 1
         if checked.rms_l is not None:
-            self.rms.append((checked.committed_at, checked.rms_l))
+            self.rms.append((checked.receipt.committed_at, checked.rms_l))
 
 
 def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
     """Checks every sample of `dataset` (or every state) in `workers` threads: hashing and NumPy let go of the interpreter lock.
 
-    What good content looks like is learnt first, from up to 512 states of the store itself. Memory: one state key a dataset row and
-    one number a layer and state; state files are mapped, `workers` at a time.
+    What good content looks like is learnt from the states that are checked first (states.py). Memory: one state key a dataset row
+    and one number a layer and state; state files are mapped, `workers` at a time.
     """
     started = time.monotonic()
     store.refresh()
     tally = _Tally(Counter())
     plan = _plan_of(store, dataset) if dataset is not None else None
     samples = _check_rows(store, dataset, plan, tally) if dataset is not None else len(store)
-    wanted = _wanted_receipts(store, dataset, tally)
-    for checked in _checked(store, wanted, workers, learn_reference(store)):
+    for checked in check_states(store, workers, lambda key: dataset is None or tally.rows_of[key] > 0):
         tally.take(checked)
     return ValidationReport(
         store=str(store.root),
@@ -87,8 +84,7 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
 def check_receipts(store: Store, *, deep: bool, workers: int = 2) -> Iterator[Finding]:
     """Receipts whose file is missing or of another size; with `deep`, whose content is not what it should be (fsck)."""
     if deep:
-        checks = _checked(store, store.receipts(), workers, learn_reference(store))
-        yield from (checked.finding for checked in checks if checked.finding is not None)
+        yield from (checked.finding for checked in check_states(store, workers) if checked.finding is not None)
         return
     for receipt in store.receipts():
         finding = check_size(store.path_of(receipt.state_key), receipt)
@@ -132,42 +128,6 @@ def _missing(sample: Sample, where: str, failure: SampleFailure | None) -> Findi
         found=why,
         remedy="run the extraction again: it brings what is missing" if failure is None else remedy(failure.reason),
     )
-
-
-def _wanted_receipts(store: Store, dataset: Dataset | None, tally: _Tally) -> Iterator[Receipt]:
-    for receipt in store.receipts():
-        if dataset is None:
-            tally.rows_of[receipt.state_key] = 1
-        if tally.rows_of[receipt.state_key]:
-            tally.states += 1
-            tally.bytes += receipt.bytes
-            yield receipt
-
-
-def learn_reference(store: Store, samples: int = SAMPLES) -> Reference | None:
-    """Learns from states that are picked by their keys, which are hashes; None where the store holds too few to tell."""
-    picked = heapq.nsmallest(samples, (receipt.state_key for receipt in store.receipts()))
-    signatures: list[tuple[Signature, NDArray[np.int64]]] = []
-    for key in picked:
-        read_ahead(store.path_of(key))  # in one go: rows here and there would be many small reads
-        signature = read_signature(store.path_of(key), store.identity)
-        if signature is not None:
-            signatures.append(signature)
-    return Reference.learn(store.identity.layers, signatures)
-
-
-def _checked(store: Store, wanted: Iterable[Receipt], workers: int, reference: Reference | None = None) -> Iterator[CheckedState]:
-    """Checks files in threads, with a bounded number of them waiting."""
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
-        open_checks: set[Future[CheckedState]] = set()
-        for receipt in wanted:
-            path = store.path_of(receipt.state_key)
-            read_ahead(path)
-            open_checks.add(pool.submit(check_state_file, path, receipt, store.identity, reference))
-            if len(open_checks) >= 4 * workers:
-                done, open_checks = wait(open_checks, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        yield from (future.result() for future in open_checks)
 
 
 def _count_orphans(store: Store) -> int:

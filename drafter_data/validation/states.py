@@ -1,0 +1,83 @@
+"""Checking many state files in threads, each read once, with the disk at work on those that come next.
+
+What good content looks like is learnt from the store itself: from up to 512 states that are picked by their keys, which are hashes.
+They are checked first, and judged once all of them are known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from data_contracts.receipt import Receipt
+from drafter_data.files import read_ahead
+from drafter_data.store.store import Store
+from drafter_data.validation.reference import SAMPLES, Reference
+from drafter_data.validation.state_file import CheckedState, check_state_file, read_signature
+
+BATCH_BYTES = 8 << 20
+"""Small states are handed to a thread some at a time: waking a thread costs as much as checking one."""
+BATCHES_AHEAD = 8
+
+
+def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[CheckedState]:
+    """Checks every state that has a receipt and whose key is `wanted`, in no order."""
+
+    reference: Reference | None = None
+
+    def check(receipt: Receipt) -> CheckedState:
+        return check_state_file(store.path_of(receipt.state_key), receipt, store.identity, reference)
+
+    def first_check(receipt: Receipt) -> CheckedState:
+        return check(receipt) if wanted(receipt.state_key) else CheckedState(receipt, None)
+
+    picked = heapq.nsmallest(SAMPLES, store.keys())
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
+        receipts = (receipt for key in picked if (receipt := store.find(key)) is not None)
+        first = list(_in_batches(store, pool, receipts, first_check))
+        reference = _learn(store, first)
+        for one in first:
+            if wanted(one.receipt.state_key):
+                right = reference is None or one.measured is None or reference.fits(*one.measured)
+                yield one if right else check(one.receipt)
+        first.clear()
+        known = set(picked)
+        rest = (one for one in store.receipts() if one.state_key not in known and wanted(one.state_key))
+        yield from _in_batches(store, pool, rest, check)
+
+
+def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
+    """None where the store holds too few states to tell. Also those count here that something else is wrong with."""
+    found = (one.measured or read_signature(store.path_of(one.receipt.state_key), store.identity) for one in first)
+    return Reference.learn(store.identity.layers, [one for one in found if one is not None and np.isfinite(one[0].shape_ll).all()])
+
+
+def _in_batches(
+    store: Store, pool: ThreadPoolExecutor, receipts: Iterable[Receipt], check: Callable[[Receipt], CheckedState]
+) -> Iterator[CheckedState]:
+    """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead."""
+    waiting: deque[Future[list[CheckedState]]] = deque()
+    for batch in _batches(receipts):
+        for receipt in batch:
+            read_ahead(store.path_of(receipt.state_key))
+        waiting.append(pool.submit(lambda batch=batch: [check(receipt) for receipt in batch]))
+        if len(waiting) >= BATCHES_AHEAD:
+            yield from waiting.popleft().result()
+    while waiting:
+        yield from waiting.popleft().result()
+
+
+def _batches(receipts: Iterable[Receipt]) -> Iterator[list[Receipt]]:
+    batch, size = list[Receipt](), 0
+    for receipt in receipts:
+        batch.append(receipt)
+        size += receipt.bytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
