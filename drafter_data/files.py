@@ -21,6 +21,7 @@ import xxhash
 
 TEMPORARY_PREFIX = ".tmp-"
 BLOCK_BYTES = 1 << 22
+READ_AHEAD_BYTES = 1 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
@@ -126,10 +127,11 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(descriptor, 0, head_bytes, os.POSIX_FADV_WILLNEED)  # 0: to its end
+            size = os.fstat(descriptor).st_size
+            for start in range(0, head_bytes or size, READ_AHEAD_BYTES):  # Linux cuts one request down to what the device takes
+                os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             if tail_bytes:
-                start = max(0, os.fstat(descriptor).st_size - tail_bytes)
-                os.posix_fadvise(descriptor, start, tail_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(descriptor, max(0, size - tail_bytes), tail_bytes, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
 

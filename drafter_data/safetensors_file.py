@@ -165,3 +165,15 @@ def as_float32(states: ArrayLike, dtype: str) -> NDArray[np.float32]:
     """States in storage form as float32."""
     stored: NDArray[Any] = np.asarray(states)
     return decode_bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
+
+
+def float32_into(states: NDArray[Any], dtype: str, out: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The same into the beginning of an array that is used again and again, and so stays in the cache."""
+    found = out[: len(states)]
+    if dtype == "BF16":
+        bits = found.view(np.uint32)
+        np.copyto(bits, states)
+        np.left_shift(bits, np.uint32(16), out=bits)
+    else:
+        np.copyto(found, states, casting="same_kind")
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_data.safetensors_file import as_float32
+from drafter_data.safetensors_file import float32_into
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -52,13 +52,16 @@ def signature_of(states_slh: NDArray[Any], dtype: str) -> Signature:
     rows_r = rows_of(states_slh.shape)
     layers, hidden = states_slh.shape[1:]
     gram_rll = np.empty((len(rows_r), layers, layers), dtype=np.float32)
+    first_rh = np.empty((len(rows_r), hidden), dtype=np.float32)
     step = max(1, BLOCK_VALUES // (layers * hidden))
+    buffer_rlh = np.empty((step, layers, hidden), dtype=np.float32)
     for start in range(0, len(rows_r), step):
-        _fill_gram(as_float32(states_slh[rows_r[start : start + step]], dtype), gram_rll[start : start + step])
+        block_r = slice(start, start + step)
+        block_rlh = float32_into(states_slh[rows_r[block_r]], dtype, buffer_rlh)
+        gram_rll[block_r], first_rh[block_r] = _gram(block_rlh), block_rlh[:, 0]
     log_rll = _log_sizes(gram_rll, hidden)
     rms_l = np.sqrt(np.exp(2 * log_rll.diagonal(axis1=1, axis2=2)).mean(axis=0))
-    tokens_rp = _projected(as_float32(states_slh[rows_r, 0], dtype))
-    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), rms_l, tokens_rp)
+    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), rms_l, _projected(first_rh))
 
 
 @lru_cache(maxsize=1024)
@@ -72,17 +75,12 @@ def rows_of(shape_slh: tuple[int, ...]) -> NDArray[np.int64]:
 
 def shape_of(states_rlh: Floats) -> Doubles:
     """`Signature.shape_ll` of some rows."""
-    rows, layers, hidden = states_rlh.shape
-    gram_rll = np.empty((rows, layers, layers), dtype=np.float32)
-    _fill_gram(states_rlh, gram_rll)
-    return _log_sizes(gram_rll, hidden).mean(axis=0)
+    return _log_sizes(_gram(states_rlh), states_rlh.shape[2]).mean(axis=0)
 
 
-def _fill_gram(states_rlh: Floats, out_rll: Floats) -> None:
-    """Dot products of each two layers. Not a matrix product, which for a few long rows takes more than twice as long."""
-    for layer in range(states_rlh.shape[1]):
-        np.vecdot(states_rlh[:, layer : layer + 1], states_rlh[:, layer:], out=out_rll[:, layer, layer:])
-        out_rll[:, layer:, layer] = out_rll[:, layer, layer:]
+def _gram(states_rlh: Floats) -> Floats:
+    """Dot products of each two layers [R, L, L]. Not a matrix product, which for a few long rows takes twice as long."""
+    return np.vecdot(states_rlh[:, :, None], states_rlh[:, None])
 
 
 def _log_sizes(gram_rll: Floats, hidden: int) -> Doubles:

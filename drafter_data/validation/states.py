@@ -60,11 +60,15 @@ def _in_batches(
     store: Store, pool: ThreadPoolExecutor, receipts: Iterable[Receipt], check: Callable[[Receipt], CheckedState]
 ) -> Iterator[CheckedState]:
     """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead."""
+
+    def check_all(batch: list[Receipt]) -> list[CheckedState]:
+        return [check(receipt) for receipt in batch]
+
     waiting: deque[Future[list[CheckedState]]] = deque()
     for batch in _batches(receipts):
         for receipt in batch:
             read_ahead(store.path_of(receipt.state_key))
-        waiting.append(pool.submit(lambda batch=batch: [check(receipt) for receipt in batch]))
+        waiting.append(pool.submit(check_all, batch))
         if len(waiting) >= BATCHES_AHEAD:
             yield from waiting.popleft().result()
     while waiting:
