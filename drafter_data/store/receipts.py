@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -42,15 +42,6 @@ class ReceiptLine:
         return not self.text.endswith(b"\n")
 
 
-@dataclass
-class _Batch:
-    """Lines that one fsync makes durable: the files they were written to, and what came of it."""
-
-    files: dict[int, Path] = field(default_factory=dict[int, Path])
-    done: threading.Event = field(default_factory=threading.Event)
-    synced: bool = False
-
-
 class ReceiptLog:
     """All receipts of a store. The index holds 20-byte keys and file positions, about 200 bytes a receipt; lines stay on disk."""
 
@@ -66,8 +57,9 @@ class ReceiptLog:
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._batch = _Batch()
-        self._lost = False
+        self._unsynced: dict[int, Path] = {}
+        self._written = self._synced = 0
+        self._lost_from: int | None = None
 
     def refresh(self) -> None:
         """Takes in what this and other writers have appended since the last look."""
@@ -197,8 +189,7 @@ class ReceiptLog:
                     position += len(line)
 
     def _append(self, prefix: str, record: str) -> None:
-        """Writes a line and returns once it is on disk. Lines that wait for the disk together share one fsync a file: the thread of
-        the first of them makes it, the others wait for its word (waiting for the lock instead, they would wake one after another).
+        """Writes a line and returns once it is on disk. Threads that wait for the disk together share one fsync a file.
 
         Raises OSError for every line that a failed write or fsync may have lost; the file then ends in whole lines.
         """
@@ -206,41 +197,30 @@ class ReceiptLog:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
             _write_whole(descriptor, record.encode() + b"\n")
-            batch = self._batch
-            first = not batch.files
-            batch.files[descriptor] = path
-        if first:
-            self._lead(batch)
-        else:
-            batch.done.wait()
-        if not batch.synced:
-            raise OSError(errno.EIO, "an fsync of the receipts failed")
+            self._written += 1
+            mine = self._written
+            self._unsynced[descriptor] = path
+        with self._sync_lock:
+            if self._lost_from is not None and mine >= self._lost_from:
+                raise OSError(errno.EIO, "an fsync of the receipts failed")
+            if self._synced < mine:
+                self._sync_all()
 
-    def _lead(self, batch: _Batch) -> None:
-        try:
-            with self._sync_lock:
-                self._sync(batch)
-        finally:
-            with self._lock:  # a thread that was interrupted before its turn has not closed the batch
-                self._batch = _Batch() if self._batch is batch else self._batch
-            batch.done.set()
-
-    def _sync(self, batch: _Batch) -> None:
+    def _sync_all(self) -> None:
         """Syncs and indexes everything written so far (under the sync lock)."""
         with self._lock:
-            self._batch = _Batch()
-        if self._lost:
-            return
+            first, upto, batch = self._synced + 1, self._written, dict(self._unsynced)
+            self._unsynced.clear()
         try:
-            for descriptor in batch.files:
-                os.fsync(descriptor)
+            for unsynced in batch:
+                os.fsync(unsynced)
         except OSError:
-            self._lost = True  # pages that an fsync failed for may be gone: no later fsync of this writer proves anything
+            self._lost_from = first  # pages that an fsync failed for may be gone: no later fsync of this writer proves anything
             raise
         with self._lock:
-            for path in batch.files.values():
-                self._read_new(path)
-        batch.synced = True
+            for written in batch.values():
+                self._read_new(written)
+        self._synced = upto
 
     def _handle(self, path: Path) -> int:
         """The descriptor of one of our files (under the lock); the oldest is closed when there are many."""
@@ -250,7 +230,7 @@ class ReceiptLog:
             fsync_folder(path.parent)
         self._handles[path.name] = descriptor
         for name in list(self._handles)[:-MOST_OPEN_FILES]:
-            if self._handles[name] not in self._batch.files and not self._sync_lock.locked():
+            if self._handles[name] not in self._unsynced and not self._sync_lock.locked():
                 os.close(self._handles.pop(name))
         return descriptor
 
