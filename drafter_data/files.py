@@ -169,9 +169,13 @@ def exclusive(path: Path) -> Generator[None]:
     A regular file open for writing: on NFS a lock on a folder, or on a file open for reading, is this host's alone. On a file
     system that is mounted read-only nothing is held, since nothing can be changed. Raises OSError.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno != errno.EROFS:
             raise

@@ -303,6 +303,8 @@ class Store:
     @contextmanager
     def _folder_lock(self, key: str) -> Generator[None]:
         """One committer a folder, across processes: a temporary file seen under this lock belongs to no living commit."""
-        (self.root / "states" / key[:2]).mkdir(exist_ok=True)
+        folder = self.root / "states" / key[:2]
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)
         with exclusive(self.root / "locks" / key[:2]):
             yield
