@@ -58,6 +58,7 @@ class HandoffManifest(Record):
     options: dict[str, str] = {}
     command: tuple[str, ...] = ()
     code_version: str = ""
+    trainer_version: str = Field(default="", description="of the trainer's package, where its interpreter has it")
 
 
 class TrainingPoint(Record):

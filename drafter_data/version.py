@@ -23,6 +23,18 @@ def code_version() -> str:
     return f"{package}+{revision}{'-dirty' if changed else ''}" if revision else package
 
 
+@cache
+def version_in(python: str, package: str) -> str:
+    """Version of a package in the environment of an interpreter; empty where it has none, or the interpreter is not there."""
+    ask = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
+    try:
+        return subprocess.run(
+            [python, "-I", "-c", ask, package], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def _git(root: Path, *arguments: str) -> str:
     try:
         return subprocess.run(

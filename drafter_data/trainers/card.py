@@ -67,7 +67,7 @@ def _card(manifest: HandoffManifest, dataset: Dataset, sources: Counter[str], qu
         "verifier": f"{name}, weights {identity.weights_digest}, quantisation {identity.quantisation or 'none'}",
         "tokenizer": f"{record.tokenizer}, {record.tokenizer_hash}; template {record.template_hash}",
         "engine": "; ".join(f"{each.engine} {each.engine_version}" for each in manifest.provenance) or "not recorded",
-        "made by": f"drafter-data {manifest.code_version} for {manifest.trainer}",
+        "made by": f"drafter-data {manifest.code_version} for {manifest.trainer} {manifest.trainer_version}".rstrip(),
     }
     lines = [
         "---",

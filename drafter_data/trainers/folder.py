@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from drafter_data.errors import InputError, StoreError
 from drafter_data.files import fsync_folder, temporary_name, write_atomic, xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.selection import HandoffRow, Selection
-from drafter_data.version import code_version
+from drafter_data.version import code_version, version_in
 
 PROGRESS_FILE = "converted.jsonl"
 """A conversion's own record while it runs; no part of the hand-off."""
@@ -132,6 +133,7 @@ def make_manifest(
         exclusions=tuple(selection.exclusions),
         options=dict(sorted(options.items())),
         code_version=code_version(),
+        trainer_version=version_in(options.get("python", sys.executable), trainer),
     )
 
 

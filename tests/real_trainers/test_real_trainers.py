@@ -32,6 +32,7 @@ def hand_off_damaged(damaged: Damaged, out: Path, name: str, options: dict[str, 
     assert {each.sample_key for each in manifest.exclusions} == set(damaged.expected)
     assert all(each.reason in damaged.expected[each.sample_key] for each in manifest.exclusions), manifest.exclusions
     assert manifest.samples == SAMPLES - len(damaged.expected)
+    assert manifest.trainer_version == {"speculators": "0.9.0", "specforge": "0.2.0"}[name]
     return manifest
 
 
