@@ -51,7 +51,7 @@ bench: setup-test ## benchmarks side by side, a quarter of an hour; renews bench
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name > /dev/null || exit 1; done
 
 bench-real: setup-test ## the same on a real SGLang and against speculators on a real vLLM (makes their environments when missing)
-	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 200 --mean-tokens 300 > /dev/null
+	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 1000 --mean-tokens 300 > /dev/null
 	@$(BIN)/python -m benchmarks.eta_real > /dev/null
 	@tests/real_trainers/setup.sh $(TRAINERS)
 	@$(BIN)/python -m benchmarks.peer > /dev/null

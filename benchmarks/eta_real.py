@@ -48,7 +48,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"))
-    parser.add_argument("--samples", type=int, default=400)
+    parser.add_argument("--samples", type=int, default=1500)
     parser.add_argument("--mean-tokens", type=float, default=300.0)
     options = parser.parse_args()
     rows: list[list[Cell]] = []
@@ -81,7 +81,7 @@ def main() -> None:
 
 def _campaign(folder: Path, store: Path, engine: EngineParameters) -> tuple[Forecast, list[Look], float, float, int]:
     """Runs one; returns the forecast before, the looks, the clock at its beginning and end, and its samples."""
-    dataset, extraction = Dataset.open(folder), ExtractionParameters(in_flight=16, chunk_samples=50)
+    dataset, extraction = Dataset.open(folder), ExtractionParameters(in_flight=32)
     found = check_engine(dataset, store, engine, extraction, keep_free_bytes=0)
     plan = plan_over(dataset, store, extraction, found)
     settings = SessionSettings(

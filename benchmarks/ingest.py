@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--sizes-mb", type=float, nargs="*", default=[1, 10, 75, 150])
-    parser.add_argument("--total-mb", type=float, default=300, help="bytes of each repeat")
+    parser.add_argument("--total-mb", type=float, default=1200, help="bytes of each repeat")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     rows: list[list[Cell]] = []

@@ -29,7 +29,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--mean-tokens", type=float, default=800.0, help="the field's 2,353 make a chunk three times as long")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--flow", nargs=3, metavar=("DATASET", "STORE", "ENGINE"), help="used by the benchmark itself")

@@ -17,7 +17,8 @@ LAYERS = (2, 4, 5, 8)
 @contextmanager
 def sglang(work: Path) -> Generator[Running]:
     """SGLang with our capture and a Llama of 8 layers, hidden size 128, float32."""
-    with _running(work, Configuration("sglang", _model(work / "llama"), layers=LAYERS)) as running:
+    flags = ("--dtype", "float32")  # by itself it takes float16 for a float32 model
+    with _running(work, Configuration("sglang", _model(work / "llama"), layers=LAYERS, flags=flags)) as running:
         yield running
 
 

@@ -111,7 +111,10 @@ def check_shape(
     if states_slh.shape[1:] != expected_lh:
         raise DumpRejected(f"{label}: expected layers x hidden {expected_lh}, found {states_slh.shape[1:]}", reason="shape")
     if dtype != expected_dtype:
-        raise DumpRejected(f"{label}: expected dtype {expected_dtype}, found {dtype}", reason="dtype")
+        raise DumpRejected(
+            f"{label}: expected dtype {expected_dtype}, found {dtype}; start the engine with the model's own dtype (--dtype)",
+            reason="dtype",
+        )
 
 
 def check_token_ids(found_s: NDArray[Any] | None, expected_s: NDArray[Any], label: str) -> None:

@@ -141,13 +141,10 @@ class _ChunkRun:
         self._works = self._read_works(missing)
         chosen = self._choose(list(self._works), session.settings.extraction.recheck_samples)
         waiting = _Waiting(list(self._works.values()), session)
-        futures = [session.submit(waiting.extract_next, self._chunk.key) for _ in missing]
+        futures = [session.submit(self._extract_next, waiting, chosen) for _ in missing]
         try:
             for future in as_completed(futures):
-                outcome = future.result()
-                size += self._settle(outcome)
-                if not isinstance(outcome, SampleFailure) and outcome[0].state_key in chosen:
-                    self._submit_recheck(outcome[0].state_key)
+                size += self._settle(future.result())
         except BaseException:
             waiting.given_up.set()
             _end(self._rechecks.values())
@@ -156,6 +153,19 @@ class _ChunkRun:
             # Nothing of this chunk may still write once its lease is given back.
             _end(futures)
         return size
+
+    def _extract_next(self, waiting: _Waiting, chosen: set[str]) -> Outcome:
+        """A sample; a chosen one is extracted again by the same worker: behind the next chunk's samples in the queue it would hold
+        this chunk until they are through, and both would end at once, with nothing in flight.
+        """
+        outcome = waiting.extract_next(self._chunk.key)
+        if not isinstance(outcome, SampleFailure) and outcome[0].state_key in chosen:
+            again = self._rechecks[outcome[0].state_key] = Future[float]()
+            try:
+                again.set_result(self._distance(self._works[outcome[0].state_key]))
+            except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+                again.set_exception(error)
+        return outcome
 
     def _settle(self, outcome: Outcome) -> int:
         session = self._session
@@ -186,17 +196,13 @@ class _ChunkRun:
         draw = random.Random(f"{self._session.settings.seed}{self._chunk.key}")  # noqa: S311 - a seeded choice
         return set(draw.sample(state_keys, min(count, len(state_keys))))
 
-    def _submit_recheck(self, state_key: str) -> None:
-        """Has a committed sample extracted again, while others are still on their way."""
-        self._rechecks[state_key] = self._session.submit(self._distance, self._works[state_key])
-
     def _recheck(self) -> int:
         """Compares the samples that were extracted again; a difference above the canary's tolerance is a failure."""
         session = self._session
         failed = {failure.state_key for failure in self._failures}
         fresh = [key for key in self._works if key not in failed and key not in self._rechecks]
         for key in self._choose(fresh, session.settings.extraction.recheck_samples - len(self._rechecks)):
-            self._submit_recheck(key)  # in place of a chosen one that failed
+            self._rechecks[key] = session.submit(self._distance, self._works[key])  # in place of a chosen one that failed
         try:
             for key, future in self._rechecks.items():
                 try:
@@ -266,7 +272,7 @@ class _ChunkRun:
     def _distance(self, work: SampleWork) -> float:
         session = self._session
         with session.window.space(work.tokens * session.bytes_per_token):
-            again = session.extractor.fetch(work).dump
+            again = session.extractor.fetch(work, urgent=True).dump
             try:
                 with closing(session.store.read(work.state_key)) as stored:
                     return states_distance(again, stored)

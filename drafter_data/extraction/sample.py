@@ -130,7 +130,7 @@ class SampleExtractor:
                 self._engine.release(extracted.dump)
         return receipt, Sent(extracted.reply.seconds, extracted.in_flight)
 
-    def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False) -> Extracted:
+    def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False, urgent: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
         waiting bound.
         """
@@ -139,7 +139,7 @@ class SampleExtractor:
             request = PrefillRequest(self._engine.new_request_id(), work.state_key, work.token_ids_s)
             sent_at = time.monotonic()
             try:
-                with self._window.slot(work.tokens, alone=alone or trouble.suspect) as in_flight:
+                with self._window.slot(work.tokens, alone=alone or trouble.suspect, urgent=urgent) as in_flight:
                     if self.stop.is_set() or (given_up is not None and given_up.is_set()):
                         raise Interrupted("the run was stopped: start it again, it goes on where it stopped")
                     sent_at = time.monotonic()
@@ -193,7 +193,7 @@ class SampleExtractor:
 
     def _distance(self, work: SampleWork, dump: ClaimedDump, given_up: Event | None) -> float:
         """Distance of a new extraction to the beginning of a dump."""
-        again = self.fetch(work, given_up).dump
+        again = self.fetch(work, given_up, urgent=True).dump
         try:
             _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
             return states_distance(again, dump, of_beginning=True)

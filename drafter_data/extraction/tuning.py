@@ -14,7 +14,7 @@ from pathlib import Path
 from drafter_data.extraction.window import Window
 
 CONTROL_FILE = "in-flight"
-FIRST = 16
+FIRST = 32
 """Enough for most engines, so that a short run has nothing to find out."""
 GAIN = 1.03
 """A step that brings less is taken back: more in flight only means more bytes in the dump folder and longer requests."""

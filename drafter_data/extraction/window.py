@@ -97,8 +97,10 @@ class Window:
                 self._serve()
 
     @contextmanager
-    def slot(self, tokens: int, *, alone: bool = False) -> Generator[int]:
-        """Waits for a request slot; yields how many requests are then open, this one included."""
+    def slot(self, tokens: int, *, alone: bool = False, urgent: bool = False) -> Generator[int]:
+        """Waits for a request slot; yields how many requests are then open, this one included. What is urgent goes before others:
+        a sample that is already extracted waits for it.
+        """
         open_now = 0
 
         def take() -> bool:
@@ -114,7 +116,7 @@ class Window:
 
         with self._lock:
             self._alone_waiting += alone
-            self._wait(take)
+            self._wait(take, urgent=urgent)
         try:
             yield open_now
         finally:
@@ -125,12 +127,12 @@ class Window:
                     self._exclusive = False
                 self._serve()
 
-    def _wait(self, take: Callable[[], bool]) -> None:
+    def _wait(self, take: Callable[[], bool], *, urgent: bool = False) -> None:
         """Returns once `take` has taken what it wants (under the lock)."""
         if take():
             return
         waiter = _Waiter(take, threading.Condition(self._lock))
-        self._waiting.append(waiter)
+        self._waiting.insert(0 if urgent else len(self._waiting), waiter)
         while not waiter.served:
             waiter.changed.wait()
 

@@ -75,6 +75,21 @@ def test_window_limit_raised_while_threads_wait_lets_them_go() -> None:
             future.result()
 
 
+def test_window_urgent_request_goes_before_those_that_wait() -> None:
+    window, order = Window(requests=1, lengths_must_differ=False, most_bytes=100), list[int]()
+
+    def go(tokens: int, urgent: bool) -> None:
+        with window.slot(tokens, urgent=urgent):
+            order.append(tokens)
+
+    with ThreadPoolExecutor(4) as pool:
+        with window.slot(0):
+            for tokens in (1, 2, 3):
+                pool.submit(go, tokens, tokens == 3)
+                eventually(lambda waiting=tokens: len(window._waiting) == waiting)
+    assert order == [3, 1, 2]
+
+
 class _Engine:
     """Brings tokens at a rate that grows with the requests in flight up to a number of them."""
 
@@ -98,7 +113,7 @@ def tuner(engine: _Engine, folder: Path, *, bound: int, engine_limit: int = 512)
     return made
 
 
-@pytest.mark.parametrize(("full_at", "found"), [(8, 16), (16, 16), (40, 64), (500, 128)])
+@pytest.mark.parametrize(("full_at", "found"), [(8, FIRST), (16, FIRST), (40, 64), (500, 128)])
 def test_tuner_throughput_that_stops_growing_ends_the_growth(full_at: int, found: int, tmp_path: Path) -> None:
     engine, limit = _Engine(full_at), FIRST
     climbing = tuner(engine, tmp_path, bound=128)
