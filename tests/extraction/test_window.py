@@ -82,11 +82,10 @@ def test_window_urgent_request_goes_before_those_that_wait() -> None:
         with window.slot(tokens, urgent=urgent):
             order.append(tokens)
 
-    with ThreadPoolExecutor(4) as pool:
-        with window.slot(0):
-            for tokens in (1, 2, 3):
-                pool.submit(go, tokens, tokens == 3)
-                eventually(lambda waiting=tokens: len(window._waiting) == waiting)
+    with ThreadPoolExecutor(4) as pool, window.slot(0):
+        for tokens in (1, 2, 3):
+            pool.submit(go, tokens, tokens == 3)
+            eventually(lambda waiting=tokens: len(window._waiting) == waiting)
     assert order == [3, 1, 2]
 
 
