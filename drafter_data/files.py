@@ -128,8 +128,9 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
-            for start in range(0, head_bytes or size, READ_AHEAD_BYTES):  # Linux cuts one request down to what the device takes
-                os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            head = min(head_bytes or size, size)
+            for start in range(0, head, READ_AHEAD_BYTES):  # Linux cuts one request down to what the device takes
+                os.posix_fadvise(descriptor, start, min(READ_AHEAD_BYTES, head - start), os.POSIX_FADV_WILLNEED)
             if tail_bytes:
                 os.posix_fadvise(descriptor, max(0, size - tail_bytes), tail_bytes, os.POSIX_FADV_WILLNEED)
         finally:
