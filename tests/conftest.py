@@ -1,12 +1,19 @@
-"""What all tests share: the small checkpoint that the embedded engine makes from a seed."""
+"""What all tests share: signals as at a terminal, and the small checkpoint that the embedded engine makes from a seed."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from drafter_data.embedded.checkpoint import ensure_checkpoint
+
+
+def pytest_configure() -> None:
+    """A shell that starts something in the background has it ignore SIGINT, and so all that comes from it: no test could send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
