@@ -11,7 +11,7 @@ from drafter_data.embedded.checkpoint import ensure_checkpoint
 
 
 def pytest_configure() -> None:
-    """A shell that starts something in the background has it ignore SIGINT, and so all that comes from it: no test could send it."""
+    """What a shell started in the background ignores SIGINT, and so does all that comes from it: no test could send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
