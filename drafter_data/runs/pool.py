@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Final
@@ -43,7 +45,9 @@ def process_units(
     context = multiprocessing.get_context("spawn")  # a fork of a threaded process can hang
     with ProcessPoolExecutor(count, context, _start, (folder, partitions, options, keys_only)) as pool:
         try:
-            note = pool.submit(_describe).result()
+            with _interrupts_held_back():  # the processes start here, and inherit that
+                described = pool.submit(_describe)
+            note = described.result()
             futures = [pool.submit(_process, unit) for unit in units]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
@@ -63,8 +67,22 @@ def _wanted(units: Sequence[Unit]) -> int:
     return 1 if size < SMALL_BYTES else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """SIGINT waits until it is over."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(folder: Path, partitions: int, options: MergeOptions, keys_only: bool) -> None:
     global _worker  # noqa: PLW0603 - one worker a process, made once
+    # A terminal's SIGINT ends a reader without a word: the process that started it tells the user, and clears up.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if not options.tokenize.trust_remote_code:
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  # transformers would import it: 250 MB a reader
