@@ -153,10 +153,10 @@ def states_distance(found: States, expected: States, *, of_beginning: bool = Fal
     hundred times as large as others in many models, hide that an early layer is its neighbour or that most rows are another's.
     Some rows at a time: in single precision two dumps of the field's size would take a gigabyte.
     """
-    shape_slh, (tokens, *expected_lh) = found.states_slh.shape, expected.states_slh.shape
-    if shape_slh[1:] != (*expected_lh,) or not (shape_slh[0] == tokens or (of_beginning and shape_slh[0] < tokens)):
+    (tokens, *found_lh), (all_tokens, *expected_lh) = found.states_slh.shape, expected.states_slh.shape
+    if found_lh != expected_lh or tokens > all_tokens or (tokens < all_tokens and not of_beginning):
         return float("inf")
-    tokens, square_l = shape_slh[0], np.zeros(shape_slh[1])
+    square_l = np.zeros(found_lh[0])
     step = max(1, BLOCK_BYTES // max(1, 4 * prod(expected_lh)))
     with np.errstate(all="ignore"):
         for start in range(0, tokens, step):

@@ -147,7 +147,6 @@ class _ChunkRun:
                 size += self._settle(future.result())
         except BaseException:
             waiting.given_up.set()
-            _end(self._rechecks.values())
             raise
         finally:
             # Nothing of this chunk may still write once its lease is given back.

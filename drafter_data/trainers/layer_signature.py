@@ -82,12 +82,14 @@ class LayerSignatures:
 
     def _misfits(self, signatures_nll: NDArray[np.float64]) -> NDArray[np.float64]:
         """How far each sample's signature, its layers taken in each order, is from the store's: [O, N], the first order theirs."""
-        in_order_onf = (signatures_nll[:, order][:, :, order][:, *self._triangle] for order in self._orders)
-        found_nf = next(in_order_onf)
+        found_nf = signatures_nll[:, *self._triangle]
         middle_f, features = np.median(found_nf, axis=0), found_nf.shape[1]
         enough = len(found_nf) >= _SAMPLES_A_FEATURE * features
         precision_ff = np.linalg.inv(trimmed_covariance(found_nf - middle_f)[0]) if enough else np.eye(features)
-        misfit_on = np.stack(
-            [np.einsum("nf,fg,ng->n", e_nf, precision_ff, e_nf) for e_nf in (f - middle_f for f in (found_nf, *in_order_onf))]
-        )
+
+        def misfit(order: list[int]) -> NDArray[np.float64]:
+            error_nf = signatures_nll[:, order][:, :, order][:, *self._triangle] - middle_f
+            return np.einsum("nf,fg,ng->n", error_nf, precision_ff, error_nf)
+
+        misfit_on = np.stack([misfit(order) for order in self._orders])
         return misfit_on / max(float(np.median(misfit_on[0])), 1e-12)
