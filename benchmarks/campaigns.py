@@ -189,9 +189,9 @@ class _Run:
             self.engine.waiting = deque((tokens, self.engine.clock) for tokens, _ in self.engine.waiting)
 
     def _forecast(self, progress: float) -> None:
-        # What is open counts as to come: nothing is known of how far the engine is with it.
         remaining = self.lengths[self.done :]
-        forecast = self.model.forecast(remaining, in_flight=self.campaign.in_flight, bytes_per_token=1)
+        now = self.engine.clock if self.done else None  # before the first there is nothing in flight
+        forecast = self.model.forecast(remaining, in_flight=self.campaign.in_flight, bytes_per_token=1, now=now)
         elapsed = self.engine.clock - self.start
         extrapolated = elapsed / self.done * len(remaining) if self.done else float("nan")
         self.forecasts.append(

@@ -5,6 +5,9 @@ wall seconds = sum over requests of (fixed + linear * tokens + quadratic * token
 A request's latency says little about its own cost once several are in flight: it waits for its neighbours. What is fitted is
 therefore wall time: completions are gathered into windows, and the time that a window took is regressed on its (requests, tokens,
 tokens^2) (cost_fit.py). That measures what batching, queueing and the client's own work really give, whatever the number in flight.
+
+Of what is in flight the engine has done a part. How much is told by the time since the last reply and by the first window of a busy
+time: as late as an engine answers its first requests, as far it is ahead of its replies from then on.
 """
 
 from __future__ import annotations
@@ -32,10 +35,18 @@ MAX_WINDOWS = 1024
 MIN_WINDOW_REQUESTS = 4
 Z_90 = 1.645
 MAX_IDLE_SECONDS = 2.0
+FILLING_WEIGHT = 0.05
+"""Of a busy time's first window, against the others."""
+UNDER_WAY_SHARE = 0.5 / 12**0.5
+"""Of the time of what is in flight: the standard error of what is done of it, which may be anything up to the half."""
 
 
 class CostWindow(Record):
-    """One window of completions: `requests`, their tokens and squared tokens, the wall seconds they took, mean in flight."""
+    """One window of completions: `requests`, their tokens and squared tokens, the wall seconds they took, most in flight.
+
+    `filling`: it begins with a sending and not with a completion. An engine that has several requests under way answers the first
+    ones late and the last ones early: such a window's time holds work on requests that it does not count.
+    """
 
     requests: int
     tokens: int
@@ -43,6 +54,7 @@ class CostWindow(Record):
     seconds: float
     in_flight: float
     ended_at: float
+    filling: bool = False
 
 
 class CostHistory(Record):
@@ -72,6 +84,7 @@ class CostModel:
         self._windows: list[CostWindow] = list(windows)
         self._open: list[tuple[int, float, int]] = []
         self._last_finish: float | None = None
+        self._begun: float | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -95,25 +108,28 @@ class CostModel:
         write_atomic(path, history.model_dump_json())
 
     def observe(self, tokens: int, seconds: float, in_flight: int, *, finished_at: float | None = None) -> None:
-        """Takes in one finished request: `tokens`, its `seconds` from sending to reply, requests open at the time.
+        """Takes in one finished request: `tokens`, its `seconds` from sending to reply, requests open when it was sent.
 
-        `finished_at` is in seconds of any steady clock (default: now). Call it in order of completion.
+        `finished_at` is when the reply came, in seconds of any steady clock (default: now). Call it about in order of completion.
         """
         finish = time.monotonic() if finished_at is None else finished_at
         with self._lock:
             last = self._last_finish
-            sent = finish - seconds
+            sent = finish - max(seconds, 0.0)
             if last is None or sent - last > MAX_IDLE_SECONDS:
                 # Nothing was in flight in between: what was open is whole, and the time that counts begins at this sending.
                 self._close_open(last)
-                self._open.append((tokens, max(seconds, 0.0), in_flight))
+                self._begun, gap = sent, finish - sent
             else:
                 gap = max(finish - last, 0.0)
-                self._close_if_whole(last, gap)
-                self._open.append((tokens, gap, in_flight))
+                self._close_if_whole(last, gap, in_flight)
+                if self._begun is not None and sent < self._begun:
+                    # The first that is told of need not be the first that was sent.
+                    gap, self._begun = gap + self._begun - sent, sent
+            self._open.append((tokens, gap, in_flight))
             self._last_finish = finish if last is None else max(finish, last)
 
-    def _close_if_whole(self, ended_at: float, gap: float) -> None:
+    def _close_if_whole(self, ended_at: float, gap: float, in_flight: int) -> None:
         """Ends the open window where it holds enough requests and the next one comes after a pause.
 
         An engine that serves in passes answers a pass's requests together: a window that ends inside such a group would count
@@ -121,16 +137,18 @@ class CostModel:
         """
         if not self._open:
             return
+        # The next one counts as well: what was sent alone, with others right behind it, did not have the engine to itself.
         seconds = sum(waited for _, waited, _ in self._open)
-        widest = max(k for _, _, k in self._open)
+        widest = max(in_flight, *(k for _, _, k in self._open))
         whole = widest <= 1 or len(self._open) >= max(MIN_WINDOW_REQUESTS, widest)
         if whole and (gap > 0.2 * seconds / len(self._open) or len(self._open) > 8 * widest):
             self._close_open(ended_at)
 
     def _close_open(self, ended_at: float | None) -> None:
         if self._open and ended_at is not None:
-            self._keep(_window_of(self._open, ended_at))
+            self._keep(self._open_window(ended_at))
         self._open.clear()
+        self._begun = None
 
     def _keep(self, window: CostWindow) -> None:
         self._windows.append(window)
@@ -142,16 +160,34 @@ class CostModel:
         """All windows, with the open one where it says something: after a few probes it is all there is."""
         widest = max((k for _, _, k in self._open), default=0)
         told = self._open and (widest <= 1 or len(self._open) >= MIN_WINDOW_REQUESTS)
-        return [*self._windows, _window_of(self._open, self._last_finish or 0.0)] if told else list(self._windows)
+        return [*self._windows, self._open_window(self._last_finish or 0.0)] if told else list(self._windows)
+
+    def _open_window(self, ended_at: float) -> CostWindow:
+        """The open window as it stands."""
+        counts = [tokens for tokens, _, _ in self._open]
+        # Counted at each one's sending: of requests that are sent at once each counts one more.
+        widest = max(k for _, _, k in self._open)
+        return CostWindow(
+            requests=len(counts),
+            tokens=sum(counts),
+            tokens2=float(sum(n * n for n in counts)),
+            seconds=max(sum(waited for _, waited, _ in self._open), 1e-9),
+            in_flight=widest,
+            ended_at=ended_at,
+            filling=self._begun is not None and widest > 1,
+        )
 
     def fit(self, *, in_flight: int | None = None) -> CostFit:
         """The coefficients, the level included. `source` is `prior` until something has been observed."""
         return self._fitted(in_flight)[0]
 
-    def forecast(self, remaining_tokens: Sequence[int] | NDArray[Any], *, in_flight: int, bytes_per_token: int) -> Forecast:
+    def forecast(
+        self, remaining_tokens: Sequence[int] | NDArray[Any], *, in_flight: int, bytes_per_token: int, now: float | None = None
+    ) -> Forecast:
         """Wall seconds and bytes of requests of these lengths, with a 90 % interval.
 
-        Until something is observed the prior serves, and the interval is a factor of four either way.
+        `now`, on the clock of `observe`, where some of these requests are in flight: what is done of them is not to come. Until
+        something is observed the prior serves, and the interval is a factor of four either way.
         """
         tokens = np.asarray(remaining_tokens, dtype=np.float64)
         fit, fitted = self._fitted(in_flight)
@@ -161,6 +197,10 @@ class CostModel:
         else:
             work_3 = np.array([len(tokens), tokens.sum(), np.square(tokens).sum()])
             seconds, error = fitted.seconds_and_error(work_3)
+            if now is not None:
+                open_seconds = seconds * min(1.0, in_flight / max(len(tokens), 1))
+                error = float(np.hypot(error, UNDER_WAY_SHARE * open_seconds))
+                seconds -= min(self._under_way(now, fitted), open_seconds / 2)  # an engine may also hang
             low, high = max(0.0, seconds - Z_90 * error), seconds + Z_90 * error
         return Forecast(
             seconds=seconds,
@@ -170,6 +210,17 @@ class CostModel:
             samples=len(tokens),
             tokens=int(tokens.sum()),
         )
+
+    def _under_way(self, now: float, fitted: Fitted) -> float:
+        """Seconds of work done on requests that are not answered yet: the time since the last completion, and what the engine was
+        ahead then, which is the time by which its first answers came late.
+        """
+        with self._lock:
+            last, filling = self._last_finish, next((w for w in reversed(self._windows) if w.filling), None)
+        if last is None:
+            return 0.0
+        late = filling.seconds - float(_work_of(filling) @ fitted.coefficients_3) if filling else 0.0
+        return max(now - last, 0.0) + max(late, 0.0)
 
     @property
     def usual_in_flight(self) -> int:
@@ -182,25 +233,17 @@ class CostModel:
             windows = self._with_open()
         if not windows:
             return _cost_fit(np.array(PRIOR), PRIOR_RESIDUAL_SHARE, 0, "prior"), None
-        x_w3 = np.array([[w.requests, w.tokens, w.tokens2] for w in windows], dtype=np.float64)
+        x_w3 = np.array([_work_of(w) for w in windows])
         seconds_w = np.array([w.seconds for w in windows])
         weight_w = in_flight_weights(np.array([w.in_flight for w in windows]), in_flight)
+        weight_w *= np.where([w.filling for w in windows], FILLING_WEIGHT, 1.0)
         fitted = fit_windows(x_w3, seconds_w, weight_w)
         share = float(fitted.noise / np.sqrt(np.median(seconds_w)))
         return _cost_fit(fitted.coefficients_3, share, sum(w.requests for w in windows), "observed"), fitted
 
 
-def _window_of(members: Sequence[tuple[int, float, int]], ended_at: float) -> CostWindow:
-    """A window of (tokens, seconds since the completion before, in flight)."""
-    counts = [tokens for tokens, _, _ in members]
-    return CostWindow(
-        requests=len(counts),
-        tokens=sum(counts),
-        tokens2=float(sum(n * n for n in counts)),
-        seconds=max(sum(waited for _, waited, _ in members), 1e-9),
-        in_flight=sum(k for _, _, k in members) / len(members),
-        ended_at=ended_at,
-    )
+def _work_of(window: CostWindow) -> Floats:
+    return np.array([window.requests, window.tokens, window.tokens2], dtype=np.float64)
 
 
 def _cost_fit(coefficients_3: Floats, residual_share: float, observations: int, source: str) -> CostFit:

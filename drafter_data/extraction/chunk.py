@@ -181,7 +181,7 @@ class _ChunkRun:
         session.check_space(0)
         self._retried += receipt.attempts > 1
         session.anchors.add(receipt.state_key)
-        session.succeeded(receipt.tokens, sent.seconds, sent.in_flight)
+        session.succeeded(receipt.tokens, sent)
         return receipt.bytes
 
     def _read_works(self, planned: Iterable[PlannedSample]) -> dict[str, SampleWork]:

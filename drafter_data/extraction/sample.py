@@ -58,18 +58,22 @@ class SampleLimits:
 
 @dataclass(frozen=True)
 class Extracted:
-    """A claimed dump with the reply it belongs to, and how many requests were open when it was sent."""
+    """A claimed dump with the reply it belongs to, when that came (monotonic), and how many requests were open at its sending."""
 
     dump: ClaimedDump
     reply: PrefillReply
+    answered_at: float
     in_flight: int
 
 
 @dataclass(frozen=True)
 class Sent:
-    """How the request of a committed sample went. Not its dump: as long as that is held, its memory is not given back."""
+    """How the request of a committed sample went: seconds until the reply, when that came (monotonic), requests open at its
+    sending. Not its dump: as long as that is held, its memory is not given back.
+    """
 
     seconds: float
+    answered_at: float
     in_flight: int
 
 
@@ -128,7 +132,7 @@ class SampleExtractor:
                 )
             finally:
                 self._engine.release(extracted.dump)
-        return receipt, Sent(extracted.reply.seconds, extracted.in_flight)
+        return receipt, Sent(extracted.reply.seconds, extracted.answered_at, extracted.in_flight)
 
     def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False, urgent: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the
@@ -144,10 +148,11 @@ class SampleExtractor:
                         raise Interrupted("the run was stopped: start it again, it goes on where it stopped")
                     sent_at = time.monotonic()
                     reply = self._engine.send(request)
+                    answered_at = time.monotonic()
                     self._patience.answered()
                     check_reply(request, reply)
                     dump = self._engine.claim(request, reply, time.monotonic() + self._limits.dump_timeout_seconds)
-                return Extracted(dump, reply, in_flight)
+                return Extracted(dump, reply, answered_at, in_flight)
             except (EngineUnreachable, EngineBusy) as error:
                 self._engine.abandon(request)
                 trouble.wait_out(error, sent_at)  # no slot is held while waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +26,7 @@ from drafter_data.errors import Interrupted, StateCorrupt, StoreFull
 from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.rechecks import Anchors
-from drafter_data.extraction.sample import SampleExtractor, SampleLimits
+from drafter_data.extraction.sample import SampleExtractor, SampleLimits, Sent
 from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
 from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
@@ -121,13 +122,15 @@ class ExtractionSession:
             done_tokens=tokens - int(missing.tokens_n.sum()),
         )
 
-    def succeeded(self, tokens: int, seconds: float, in_flight: int) -> None:
-        """Counts a committed sample, for progress and for the cost model."""
+    def succeeded(self, tokens: int, sent: Sent) -> None:
+        """Counts a committed sample, for progress and for the cost model, which takes the times of replies: the first commits of
+        a store wait for each other and end all at once.
+        """
         with self._lock:
             self._in_a_row = 0
             self._missing_by_length[tokens] -= 1
-        self.progress.sample_done(tokens, seconds)
-        self.costs.observe(tokens, seconds, in_flight)
+        self.progress.sample_done(tokens, sent.seconds)
+        self.costs.observe(tokens, sent.seconds, sent.in_flight, finished_at=sent.answered_at)
 
     def failed(self) -> bool:
         """Counts a failed sample; True when too many have failed in a row."""
@@ -151,7 +154,8 @@ class ExtractionSession:
         with self._lock:
             counts = np.maximum(self._missing_by_length, 0)  # another host may have brought some of ours
         remaining = np.repeat(np.arange(len(counts)), counts)
-        return self.costs.forecast(remaining, in_flight=self.window.limit, bytes_per_token=self.bytes_per_token)
+        now = time.monotonic() if self.window.in_flight else None
+        return self.costs.forecast(remaining, in_flight=self.window.limit, bytes_per_token=self.bytes_per_token, now=now)
 
     def snapshot(self) -> Snapshot:
         """The run now."""

@@ -27,6 +27,84 @@ def work(
     return clock
 
 
+def served_in_passes(
+    lengths: np.ndarray, law: tuple[float, float], in_flight: int, ahead: bool
+) -> list[tuple[int, float, int, float]]:
+    """(tokens, seconds, in flight, replied at) of an engine that begins at 0 and takes five requests a pass: 4 ms a pass and `law`
+    a request and a token. `ahead`: a pass is answered at the end of the next one, as engines with overlapping passes do.
+    """
+    waiting = [(int(n), 0.0, k + 1) for k, n in enumerate(lengths[:in_flight])]
+    upcoming, clock, done = in_flight, 0.0, list[tuple[int, float, int, float]]()
+    held = list[tuple[int, float, int]]()
+    while waiting or held:
+        served, waiting = waiting[:5], waiting[5:]
+        clock += sum(law[0] + law[1] * n for n, _, _ in served) + (0.004 if served else 0.0)
+        answered, held = (held, served) if ahead else (served, [])
+        done += [(n, clock - sent, k, clock) for n, sent, k in answered]
+        coming = [(int(n), clock, in_flight) for n in lengths[upcoming : upcoming + len(answered)]]
+        waiting, upcoming = waiting + coming, upcoming + len(coming)
+    return done
+
+
+def test_costs_first_replies_told_of_late_and_in_another_order_count_from_the_first_sending() -> None:
+    lengths = np.random.default_rng(6).integers(100, 1400, 1000)
+    replies = served_in_passes(lengths, (0.01, 80e-6), 32, ahead=False)
+    model = CostModel("engine")
+    for k in range(5):  # a history with one in flight, where the engine is slower
+        model.observe(1000, 0.4, 1, finished_at=k - 100)
+    told = [*replies[32:40], *replies[:32]]  # the commits of a store's first samples wait for each other
+    for tokens, seconds, in_flight, at in told:
+        model.observe(tokens, seconds, in_flight, finished_at=at)
+    left = replies[-1][3] - replies[39][3]
+    assert model.forecast(lengths[40:], in_flight=32, bytes_per_token=1).seconds == pytest.approx(left, rel=0.1)
+
+
+def test_costs_first_window_has_as_many_in_flight_as_its_last_request() -> None:
+    model = CostModel("engine")
+    for tokens, seconds, in_flight, at in served_in_passes(np.full(70, 500), (0.01, 80e-6), 32, ahead=False)[:45]:
+        model.observe(tokens, seconds, in_flight, finished_at=at)
+    assert model.usual_in_flight == 32
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_costs_what_is_done_of_the_requests_in_flight_is_not_to_come(ahead: bool) -> None:
+    lengths = np.random.default_rng(6).integers(100, 1400, 1000)
+    replies = served_in_passes(lengths, (0.01, 80e-6), 32, ahead)
+    a_pass, done = replies[-1][3] / (len(lengths) / 5), 915
+    model = CostModel("engine")
+    for tokens, seconds, in_flight, at in replies[:done]:
+        model.observe(tokens, seconds, in_flight, finished_at=at)
+    last, left = replies[done - 1][3], lengths[done:]
+    said = [model.forecast(left, in_flight=32, bytes_per_token=1, now=last + share * a_pass) for share in (0, 0.5, 0.9, 100, 1e6)]
+    for forecast, share in zip(said[:3], (0, 0.5, 0.9), strict=True):
+        true = replies[-1][3] - last - share * a_pass
+        assert forecast.seconds == pytest.approx(true, abs=0.25 * a_pass)
+        assert forecast.low_seconds <= true <= forecast.high_seconds
+    idle = model.forecast(left, in_flight=32, bytes_per_token=1)
+    assert said[0].high_seconds - said[0].low_seconds > 1.2 * (idle.high_seconds - idle.low_seconds), "how far is the engine?"
+    assert said[3].seconds == said[4].seconds > 0.7 * idle.seconds, "an engine that hangs brings nothing nearer"
+    assert model.forecast(left[:1], in_flight=32, bytes_per_token=1, now=last + 1e6).seconds > 0.01
+
+
+def test_costs_interval_covers_on_hosts_whose_speed_wanders() -> None:
+    covered: list[bool] = []
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(100, 1400, 2000)
+        wander, walk = 0.0, list[float]()
+        for _ in lengths:  # by 4.5 %, over some hundred requests
+            wander = 0.997 * wander + rng.normal(0, 0.0035)
+            walk.append(wander)
+        finishes = np.cumsum((0.02 + 60e-6 * lengths) * np.exp(walk + rng.normal(0, 0.08, len(lengths))))
+        model = CostModel("engine")
+        for k, (tokens, at) in enumerate(zip(lengths, finishes, strict=True)):
+            model.observe(int(tokens), float(at - (finishes[k - 16] if k >= 16 else 0)), 16, finished_at=float(at))
+            if k + 1 in (150, 300, 600, 1000, 1400):
+                forecast = model.forecast(lengths[k + 1 :], in_flight=16, bytes_per_token=1)
+                covered.append(forecast.low_seconds <= finishes[-1] - at <= forecast.high_seconds)
+    assert 0.85 <= np.mean(covered) <= 0.99
+
+
 @pytest.mark.parametrize("in_flight", [1, 16])
 def test_costs_forecast_of_other_lengths_is_right_whatever_is_in_flight(in_flight: int) -> None:
     law = (0.02, 25e-6, 2e-9)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data_contracts.parameters import ExtractionParameters
+from drafter_data.costs import CostModel
 from drafter_data.dataset import Dataset
-from drafter_data.extraction.campaign import check_engine, run_campaign
+from drafter_data.extraction.campaign import check_engine, plan_over, run_campaign
+from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
@@ -109,6 +113,47 @@ def test_extraction_again_sends_nothing(small_model: Path, tmp_path: Path) -> No
     assert report.failed == 0
     assert canary < 15, "only the canary may be sent"
     assert {receipt.state_key: receipt.xxh3 for receipt in Store.open(tmp_path / "store").receipts()} == keys
+
+
+def test_extraction_tells_the_cost_model_when_the_engine_replied(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, replies, commit, observe = list[float](), list[float](), Store.commit, CostModel.observe
+
+    def noting_commit(*given: Any, **named: Any) -> Any:
+        commits.append(time.monotonic())
+        return commit(*given, **named)
+
+    def noting_observe(self: CostModel, tokens: int, seconds: float, in_flight: int, *, finished_at: float | None = None) -> None:
+        replies.extend([] if finished_at is None else [finished_at])
+        observe(self, tokens, seconds, in_flight, finished_at=finished_at)
+
+    monkeypatch.setattr(Store, "commit", noting_commit)
+    monkeypatch.setattr(CostModel, "observe", noting_observe)
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 8, 64, seed=9))
+    with running_engine(small_model) as engine:
+        run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
+    assert len(replies) == len(commits) == 40
+    assert all(replied < begun for replied, begun in zip(sorted(replies), sorted(commits), strict=True))
+
+
+def test_forecast_counts_what_is_done_of_requests_in_flight(small_model: Path, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 8, 64, seed=9))
+    extraction = ExtractionParameters()
+    with running_engine(small_model) as engine:
+        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
+        plan_over(dataset, tmp_path / "store", extraction, found)
+        settings = SessionSettings(
+            dataset=dataset.folder, store=tmp_path / "store", engine=engine.parameters(), extraction=extraction, in_flight=4,
+            tolerance=found.canary.tolerance,
+        )  # fmt: skip
+        with shared_session(settings) as session:
+            for k in range(8):
+                session.costs.observe(30, 1.0, 4, finished_at=time.monotonic() - 60 + k)
+            idle = session.forecast().seconds
+            with session.window.slot(30):
+                assert session.forecast().seconds < 0.97 * idle
+            assert session.forecast().seconds == idle
 
 
 def test_state_file_from_rename_and_from_copy_holds_the_same_tensors(small_model: Path, tmp_path: Path) -> None:
