@@ -10,7 +10,6 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -20,9 +19,12 @@ from numpy.typing import NDArray
 from drafter_data.errors import DumpRejected
 from drafter_data.safetensors_file import NUMPY_DTYPES, MalformedFile, TensorEntry, parse_header
 
+HEAD_BYTES = 1 << 14
+"""Read at once: the header and, of most prompts, the token ids."""
+
 
 class ForeignFile:
-    """An open safetensors file of which only the header has been read. Owns its descriptor.
+    """An open safetensors file of which only the beginning has been read. Owns its descriptor.
 
     Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be.
     """
@@ -34,12 +36,15 @@ class ForeignFile:
             size = os.fstat(descriptor).st_size
             if most_bytes is not None and size > most_bytes + max_header_bytes:
                 raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
-            head = os.pread(descriptor, 8, 0)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(max_header_bytes, size - 8):
+            self._head = os.pread(descriptor, HEAD_BYTES, 0)
+            length = int.from_bytes(self._head[:8], "little")
+            if len(self._head) < 8 or length > min(max_header_bytes, size - 8):
                 raise MalformedFile(f"{name}: header claims {length} bytes in a file of {size}")
             self.header_bytes = 8 + length
-            self.tensors, self.metadata = parse_header(os.pread(descriptor, length, 8), size - self.header_bytes, name)
+            header = self._head[8 : 8 + length]
+            if len(header) < length:
+                header = os.pread(descriptor, length, 8)
+            self.tensors, self.metadata = parse_header(header, size - self.header_bytes, name)
         except BaseException:
             os.close(descriptor)
             raise
@@ -52,8 +57,12 @@ class ForeignFile:
         return RowsOnDisk(self, entry)
 
     def array(self, name: str) -> NDArray[Any]:
-        """A tensor, read whole, in storage form (bfloat16 as uint16)."""
-        return self.rows(name)[:]
+        """A tensor, read whole, in storage form (bfloat16 as uint16). A small one at the beginning was read with the header."""
+        rows, entry = self.rows(name), self.tensors[name]
+        start, end = self.header_bytes + entry.start, self.header_bytes + entry.end
+        if end > len(self._head):
+            return rows[:]
+        return np.frombuffer(bytearray(self._head[start:end]), rows.dtype).reshape(rows.shape)
 
     def read_into(self, out: NDArray[Any], offset: int) -> None:
         """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""
@@ -105,13 +114,6 @@ class RowsOnDisk:
         if found.nbytes:
             self._file.read_into(found, self._start + start * self._row_bytes)
         return found
-
-    def blocks(self, most_bytes: int) -> Iterator[NDArray[Any]]:
-        """All rows in order, some at a time; each block is overwritten by the next."""
-        step = min(max(1, most_bytes // max(1, self._row_bytes)), len(self))
-        buffer = np.empty((step, *self.shape[1:]), self.dtype)
-        for start in range(0, len(self), max(1, step)):
-            yield self.read(start, min(start + step, len(self)), buffer)
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
         first, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())

@@ -5,7 +5,7 @@ Tensor legend: S tokens, L stored layers, H hidden size; rows are [L*H] a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any, Protocol
 
@@ -27,21 +27,24 @@ _BITS: dict[str, tuple[Any, Any, int]] = {
 """Unsigned and signed integer of a value's width, and its exponent bits: all of them set is inf or NaN (IEEE 754)."""
 
 
+class Sink(Protocol):
+    """Where blocks are read to, and written from once they are known to be right."""
+
+    def room(self, size: int) -> memoryview: ...
+    def took(self, size: int) -> None: ...
+
+
 def hash_and_check(
-    states_slh: NDArray[Any] | RowsOnDisk,
-    dtype: str,
-    digest: xxhash.xxh3_128,
-    label: str,
-    sink: Callable[[memoryview], None] | None = None,
+    states_slh: NDArray[Any] | RowsOnDisk, dtype: str, digest: xxhash.xxh3_128, label: str, sink: Sink | None = None
 ) -> None:
-    """Feeds the states to `digest` and checks them in the same pass (6 GB/s a core from memory). Each block that passed goes on to
-    `sink`, if there is one, while it is in the cache.
+    """Feeds the states to `digest` and checks them in the same pass (6 GB/s a core from memory). With a `sink` each block is put
+    into its room first and taken once it has passed: what is checked is what is written, while it is in the cache.
 
     Raises DumpRejected: `not-finite` (a value whose exponent bits are all set is inf or NaN), `zero-rows` (a layer of a token that
     is zero throughout).
     """
     layers, start = states_slh.shape[1], 0
-    for block_rh in _blocks(states_slh, dtype):
+    for block_rh in _blocks(states_slh, dtype, sink):
         digest.update(block_rh.data)
         found = _first_bad_row(block_rh, dtype)
         if found is not None:
@@ -50,19 +53,28 @@ def hash_and_check(
                 f"{label}: token {row // layers}, stored layer {row % layers}: {what}; the sample is extracted again", reason=reason
             )
         if sink is not None:
-            sink(block_rh.data.cast("B"))
+            sink.took(block_rh.nbytes)
         start += len(block_rh)
 
 
-def _blocks(states_slh: NDArray[Any] | RowsOnDisk, dtype: str) -> Iterator[NDArray[Any]]:
+def _blocks(states_slh: NDArray[Any] | RowsOnDisk, dtype: str, sink: Sink | None) -> Iterator[NDArray[Any]]:
     """The bit patterns of rows [tokens * layers, hidden], some at a time. A block of a file is overwritten by the next one."""
-    word, hidden = _BITS[dtype][0], states_slh.shape[2]
-    if isinstance(states_slh, RowsOnDisk):
-        yield from (block_slh.reshape(-1, hidden).view(word) for block_slh in states_slh.blocks(BLOCK_BYTES))
-        return
-    bits_rh = np.ascontiguousarray(states_slh).reshape(-1, hidden).view(word)
-    step = max(1, BLOCK_BYTES // max(1, hidden * bits_rh.itemsize))
-    yield from (bits_rh[start : start + step] for start in range(0, len(bits_rh), step))
+    word, (tokens, *row_lh) = _BITS[dtype][0], states_slh.shape
+    row_bytes = states_slh.dtype.itemsize * prod(row_lh)
+    step = min(tokens, max(1, BLOCK_BYTES // max(1, row_bytes)))
+    buffer = None if sink is not None or isinstance(states_slh, np.ndarray) else np.empty((step, *row_lh), states_slh.dtype)
+    for start in range(0, tokens, max(1, step)):
+        stop = min(start + step, tokens)
+        if sink is not None:
+            buffer = np.frombuffer(sink.room((stop - start) * row_bytes), states_slh.dtype).reshape(-1, *row_lh)
+        if isinstance(states_slh, RowsOnDisk):
+            block_rlh = states_slh.read(start, stop, buffer)
+        elif buffer is not None:
+            block_rlh = buffer
+            block_rlh[:] = states_slh[start:stop]
+        else:
+            block_rlh = np.ascontiguousarray(states_slh[start:stop])
+        yield block_rlh.reshape(-1, row_lh[-1]).view(word)
 
 
 def _first_bad_row(block_rh: NDArray[Any], dtype: str) -> tuple[int, str, str] | None:

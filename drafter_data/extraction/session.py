@@ -38,7 +38,7 @@ DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
 SIGNATURES_READ = 64
 COMMIT_THREADS = 32
-"""Commits beside the requests: file systems merge the fsyncs of many threads into few journal commits."""
+"""Commits beside the requests: those that wait for the disk share the waiting (store/group_commit.py)."""
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,9 @@ class ReceiptLog:
                         yield Receipt.model_validate_json(line)
                     position += len(line)
 
-    def append(self, receipt: Receipt) -> None:
-        """Appends one fsynced line and indexes it."""
-        self._append(receipt.chunk or "loose", receipt.model_dump_json())
+    def append(self, *receipts: Receipt) -> None:
+        """Appends fsynced lines of one chunk and indexes them: all or, with OSError, none."""
+        self._append(receipts[0].chunk or "loose", "\n".join(receipt.model_dump_json() for receipt in receipts))
 
     def drop(self, reasons: Mapping[str, str], by: str = "fsck") -> int:
         """Takes back every receipt of the given state keys (key to reason): they count as not extracted. Returns how many.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -35,7 +36,8 @@ from drafter_data.errors import DumpRejected, IdentityMismatch, InputError, Stat
 from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, write_new
 from drafter_data.foreign_file import ForeignFile, RowsOnDisk
 from drafter_data.safetensors_file import MAX_HEADER_BYTES, MalformedFile
-from drafter_data.store.commit import write_state
+from drafter_data.store.commit import written_state
+from drafter_data.store.group_commit import GroupCommit
 from drafter_data.store.leases import Lease, Leases
 from drafter_data.store.receipts import ReceiptLine, ReceiptLog
 from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
@@ -81,6 +83,8 @@ class Store:
         self.identity = identity
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._receipts = ReceiptLog(root / "receipts", writer)
+        self._group: GroupCommit | None = None
+        self._opening = threading.Lock()
         self._leases = Leases(root / "leases")
         self._receipts.refresh()
 
@@ -167,29 +171,29 @@ class Store:
         )
         check_token_ids(dump.token_ids_s, token_ids_s, label)
         check_columns_distinct(dump.states_slh, label)
-        final = self.path_of(state_key)
+        final, group = self.path_of(state_key), self._committing()
         with self._folder_lock(state_key):
             if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
                 self._receipts.refresh()
             existing = self.find(state_key)
             if existing is not None:
                 return existing
-            size, digest = write_state(final, dump, token_ids_s, label)
-            receipt = Receipt(
-                state_key=state_key,
-                tokens=len(token_ids_s),
-                shape=(len(token_ids_s), len(identity.layers), identity.hidden_size),
-                dtype=identity.dtype,
-                bytes=size,
-                xxh3=digest,
-                attempts=attempts,
-                engine_seconds=engine_seconds,
-                proof=dump.proof,
-                proof_error=dump.proof_error,
-                chunk=chunk,
-                committed_at=time.time(),
-            )
-            self._receipts.append(receipt)
+            with written_state(final, dump, token_ids_s, label) as state:
+                receipt = Receipt(
+                    state_key=state_key,
+                    tokens=len(token_ids_s),
+                    shape=(len(token_ids_s), len(identity.layers), identity.hidden_size),
+                    dtype=identity.dtype,
+                    bytes=state.bytes,
+                    xxh3=state.xxh3,
+                    attempts=attempts,
+                    engine_seconds=engine_seconds,
+                    proof=dump.proof,
+                    proof_error=dump.proof_error,
+                    chunk=chunk,
+                    committed_at=time.time(),
+                )
+                group.settle(state, receipt)
             return receipt
 
     def read(self, state_key: str) -> StateView:
@@ -297,8 +301,16 @@ class Store:
 
     def close(self) -> None:
         """Closes files and stops renewing leases."""
+        if self._group is not None:
+            self._group.close()
         self._receipts.close()
         self._leases.close()
+
+    def _committing(self) -> GroupCommit:
+        with self._opening:
+            if self._group is None:
+                self._group = GroupCommit(self.root / "states", self._receipts)
+            return self._group
 
     @contextmanager
     def _folder_lock(self, key: str) -> Generator[None]:

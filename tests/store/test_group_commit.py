@@ -1,0 +1,196 @@
+"""Commits that wait together: what is synced before what, whose failure is whose, and a kill in the middle."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from data_contracts.receipt import Receipt
+from drafter_data.store import group_commit
+from drafter_data.store.commit import written_state
+from drafter_data.store.fsck import fsck
+from drafter_data.store.group_commit import GroupCommit
+from drafter_data.store.receipts import ReceiptLog
+from drafter_data.store.store import Store
+from drafter_data.validation import validate_store
+from tests.store.making import commit, dump_of, identity_of, ids_of, key_of
+
+MEMBERS = [ids_of(20, seed) for seed in range(4)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "store", identity_of())
+
+
+def settle_together(store: Store, before: Callable[[], None] = lambda: None) -> list[OSError | None]:
+    """Settles one group of four states in this thread; `before` runs once they are written. Returns what became of each."""
+    receipts = ReceiptLog(store.root / "receipts", "writer")
+    group = GroupCommit(store.root / "states", receipts)
+    with ExitStack() as stack:
+        commits = list[group_commit._Commit]()
+        for ids in MEMBERS:
+            final = store.path_of(key_of(ids))
+            final.parent.mkdir(exist_ok=True)
+            state = stack.enter_context(written_state(final, dump_of(ids), ids, "x"))
+            receipt = Receipt(
+                state_key=key_of(ids), tokens=20, shape=(20, 4, 32), dtype="F32", bytes=state.bytes, xxh3=state.xxh3, proof="label",
+                chunk="c",
+            )  # fmt: skip
+            commits.append(group_commit._Commit(state, receipt))
+        before()
+        group._settle(commits)
+        for one in commits:
+            if one.error is not None:
+                one.state.temporary.unlink(missing_ok=True)  # as the error does, on its way out of a commit
+    group.close()
+    return [one.error for one in commits]
+
+
+@pytest.mark.parametrize("as_one", [True, False])
+def test_group_is_synced_before_it_is_named_and_named_before_its_receipts(
+    store: Store, monkeypatch: pytest.MonkeyPatch, as_one: bool
+) -> None:
+    steps = list[str]()
+    real_fsync, real_replace, real_write = os.fsync, Path.replace, os.write
+
+    def fsync(descriptor: int) -> None:
+        steps.append("sync")
+        real_fsync(descriptor)
+
+    def replace(path: Path, target: Path) -> Path:
+        steps.append("name")
+        return real_replace(path, target)
+
+    def write(descriptor: int, data: bytes) -> int:
+        steps.append("receipts")
+        return real_write(descriptor, data)
+
+    monkeypatch.setattr(group_commit, "syncs_as_one", lambda _: as_one)
+    monkeypatch.setattr(group_commit, "sync_file_system", lambda _: steps.append("sync all"))
+
+    def watch() -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "write", write)
+
+    assert settle_together(store, watch) == [None] * 4
+    monkeypatch.undo()
+    folders = len({key_of(ids)[:2] for ids in MEMBERS})
+    files, names = (["sync all"], ["sync all"]) if as_one else (["sync"] * 4, ["sync"] * folders)
+    # The last two: the receipts' folder, in which the first receipts made a file, and the receipts.
+    assert steps == [*files, *["name"] * 4, *names, "sync", "receipts", "sync"]
+    assert validate_store(Store.open(store.root), None).states == 4
+
+
+def test_failed_sync_of_one_state_is_told_to_that_one_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_fsync, calls = os.fsync, list[int]()
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(group_commit, "syncs_as_one", lambda _: False)
+    errors = settle_together(store, lambda: monkeypatch.setattr(os, "fsync", fsync))
+    monkeypatch.undo()
+    assert [error is None for error in errors] == [True, False, True, True]
+    again = Store.open(store.root)
+    assert (len(again), key_of(MEMBERS[1]) in again) == (3, False)
+    assert (validate_store(again, None).errors, fsck(again).problems) == (0, ())
+
+
+def test_failed_sync_of_the_file_system_leaves_none_of_the_group(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(group_commit, "syncs_as_one", lambda _: True)
+    monkeypatch.setattr(group_commit, "sync_file_system", fail)
+    assert all(error is not None and error.errno == errno.EIO for error in settle_together(store))
+    again = Store.open(store.root)
+    assert (len(again), list(again.root.glob("states/*/*"))) == (0, [])
+
+
+def test_those_that_come_while_the_disk_is_busy_are_settled_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, go_on, real_settle = list[int](), threading.Event(), GroupCommit._settle
+
+    def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
+        groups.append(len(group))
+        if len(groups) == 1:
+            assert go_on.wait(30)
+        real_settle(self, group)
+
+    monkeypatch.setattr(GroupCommit, "_settle", settle)
+    members = [ids_of(20, seed) for seed in range(16)]
+    members = list({key_of(ids)[:2]: ids for ids in members}.values())  # one a folder: a folder's lock lets one in
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(commit, store, ids, chunk="c") for ids in members]
+        while store._group is None or len(store._group._waiting) < len(members) - 1:
+            assert not any(future.done() for future in futures)
+        go_on.set()
+        keys = {future.result(timeout=30).state_key for future in futures}
+    assert groups == [1, len(members) - 1]
+    assert keys == {key_of(ids) for ids in members} == set(Store.open(store.root).keys())
+
+
+def test_leader_that_is_interrupted_takes_nobody_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(store, ids_of(20, 99))
+    interrupted, real_settle = list[int](), GroupCommit._settle
+
+    def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
+        if not interrupted:
+            interrupted.append(len(group))
+            raise KeyboardInterrupt
+        real_settle(self, group)
+
+    monkeypatch.setattr(GroupCommit, "_settle", settle)
+    with pytest.raises(KeyboardInterrupt):
+        commit(store, MEMBERS[0])
+    assert commit(store, MEMBERS[0]).state_key == key_of(MEMBERS[0])
+
+
+def test_kill_at_every_step_of_a_group_leaves_no_receipt_without_its_state(tmp_path: Path) -> None:
+    outcomes = list[int]()
+    while True:
+        root = tmp_path / str(len(outcomes))
+        child = os.fork()
+        if not child:
+            _settle_until(root, len(outcomes))
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+        store = Store.open(root, identity_of())
+        outcomes.append(len(store))
+        assert validate_store(store, None).errors == 0
+        fsck(store, repair=True)
+        for ids in MEMBERS:
+            commit(store, ids)
+        again = Store.open(root)
+        assert (validate_store(again, None).states, fsck(again).problems) == (4, ())
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {0, 4}, "the receipts of a group are one write"
+
+
+def _settle_until(root: Path, kill_at: int) -> None:
+    """In a child: settles a group, and is gone before step `kill_at`."""
+    seen = [0]
+
+    def before_call(_frame: object, event: str, function: object) -> None:
+        name = getattr(function, "__name__", "") if event == "c_call" else ""
+        if name in {"fsync", "replace", "rename", "open", "write", "syncfs"}:
+            if seen[0] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen[0] += 1
+
+    settle_together(Store.open(root, identity_of()), lambda: sys.setprofile(before_call))
+    sys.setprofile(None)
