@@ -12,6 +12,7 @@ time: as late as an engine answers its first requests, as far it is ahead of its
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 
 from data_contracts.forecast import CostFit, Forecast
 from data_contracts.record import Record
-from drafter_data.cost_fit import Fitted, Floats, fit_windows, in_flight_weights
+from drafter_data.cost_fit import PAUSE, Fitted, Floats, fit_windows, in_flight_weights
 from drafter_data.errors import InputError
 from drafter_data.files import write_atomic
 
@@ -85,6 +86,8 @@ class CostModel:
         self._open: list[tuple[int, float, int]] = []
         self._last_finish: float | None = None
         self._begun: float | None = None
+        self._earliest = -math.inf
+        self._first = next((window for window in reversed(windows) if window.filling), None)
         self._lock = threading.Lock()
 
     @classmethod
@@ -120,11 +123,13 @@ class CostModel:
                 # Nothing was in flight in between: what was open is whole, and the time that counts begins at this sending.
                 self._close_open(last)
                 self._begun, gap = sent, finish - sent
+                self._earliest = -math.inf if last is None else last
             else:
                 gap = max(finish - last, 0.0)
                 self._close_if_whole(last, gap, in_flight)
                 if self._begun is not None and sent < self._begun:
-                    # The first that is told of need not be the first that was sent.
+                    # The first that is told of need not be the first that was sent; what was before is counted already.
+                    sent = max(sent, self._earliest)
                     gap, self._begun = gap + self._begun - sent, sent
             self._open.append((tokens, gap, in_flight))
             self._last_finish = finish if last is None else max(finish, last)
@@ -146,7 +151,9 @@ class CostModel:
 
     def _close_open(self, ended_at: float | None) -> None:
         if self._open and ended_at is not None:
-            self._keep(self._open_window(ended_at))
+            window = self._open_window(ended_at)
+            self._first = window if window.filling else self._first
+            self._keep(window)
         self._open.clear()
         self._begun = None
 
@@ -216,11 +223,12 @@ class CostModel:
         ahead then, which is the time by which its first answers came late.
         """
         with self._lock:
-            last, filling = self._last_finish, next((w for w in reversed(self._windows) if w.filling), None)
+            last, first = self._last_finish, self._first
         if last is None:
             return 0.0
-        late = filling.seconds - float(_work_of(filling) @ fitted.coefficients_3) if filling else 0.0
-        return max(now - last, 0.0) + max(late, 0.0)
+        expected = float(_work_of(first) @ fitted.coefficients_3) if first is not None else 0.0
+        late = max(first.seconds - expected, 0.0) if first is not None else 0.0
+        return max(now - last, 0.0) + (late if late <= (PAUSE - 1) * expected else 0.0)  # beyond, it held a pause
 
     @property
     def usual_in_flight(self) -> int:

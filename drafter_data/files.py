@@ -25,7 +25,6 @@ TEMPORARY_PREFIX = ".tmp-"
 BLOCK_BYTES = 1 << 22
 READ_AHEAD_BYTES = 1 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_SYNCED_AS_ONE = frozenset({"ext4", "xfs"})
 
 
 def temporary_name(final: str) -> str:
@@ -158,19 +157,22 @@ def sync_file_system(descriptor: int) -> None:
 
 def syncs_as_one(folder: Path) -> bool:
     """Whether one `sync_file_system` may stand for an fsync of each file: on local file systems with one journal for all, and since
-    Linux 5.8, which tells of writes that failed. Others (FUSE, network) may take the call and do nothing.
+    Linux 5.17, which tells of all that failed. Others (FUSE, network) may take the call and do nothing.
     """
     release = re.match(r"(\d+)\.(\d+)", platform.release())
-    if _syncfs() is None or release is None or (int(release[1]), int(release[2])) < (5, 8):
-        return False
-    return _file_system_type(folder) in _SYNCED_AS_ONE
+    return _syncfs() is not None and release is not None and (int(release[1]), int(release[2])) >= (5, 17) and is_local(folder)
+
+
+def is_local(folder: Path) -> bool:
+    """Whether a folder is known to lie on a disk of this host: on ext4 or XFS."""
+    return _file_system_type(folder) in {"ext4", "xfs"}
 
 
 def _file_system_type(folder: Path) -> str:
     """What /proc/self/mountinfo (proc_pid_mountinfo(5)) calls the file system of a folder; nothing where it does not tell."""
-    device = folder.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
+        device = folder.stat().st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
             mount, _, source = line.partition(" - ")
             if mount.split(" ")[2] == wanted:

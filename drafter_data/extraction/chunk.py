@@ -28,7 +28,7 @@ from drafter_data.errors import (
     TooManyFailures,
 )
 from drafter_data.extraction.rechecks import check_unchanged, record_rechecks
-from drafter_data.extraction.sample import SampleWork, Sent
+from drafter_data.extraction.sample import SampleWork
 from drafter_data.extraction.session import ExtractionSession
 from drafter_data.files import write_atomic
 from drafter_data.planning import PlannedSample, chunk_rows, plan_folder
@@ -36,7 +36,7 @@ from drafter_data.store.activity import host_label
 from drafter_data.verification import states_distance
 
 LEASE_POLL_SECONDS = 1.0
-Outcome = tuple[Receipt, Sent] | SampleFailure
+Outcome = Receipt | SampleFailure
 
 
 def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = True) -> ChunkResult:
@@ -158,10 +158,10 @@ class _ChunkRun:
         this chunk until they are through, and both would end at once, with nothing in flight.
         """
         outcome = waiting.extract_next(self._chunk.key)
-        if not isinstance(outcome, SampleFailure) and outcome[0].state_key in chosen:
-            again = self._rechecks[outcome[0].state_key] = Future[float]()
+        if not isinstance(outcome, SampleFailure) and outcome.state_key in chosen:
+            again = self._rechecks[outcome.state_key] = Future[float]()
             try:
-                again.set_result(self._distance(self._works[outcome[0].state_key]))
+                again.set_result(self._distance(self._works[outcome.state_key]))
             except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
                 again.set_exception(error)
         return outcome
@@ -177,12 +177,11 @@ class _ChunkRun:
                     f"{outcome.detail}"
                 )
             return 0
-        receipt, sent = outcome
         session.check_space(0)
-        self._retried += receipt.attempts > 1
-        session.anchors.add(receipt.state_key)
-        session.succeeded(receipt.tokens, sent)
-        return receipt.bytes
+        self._retried += outcome.attempts > 1
+        session.anchors.add(outcome.state_key)
+        session.succeeded(outcome)
+        return outcome.bytes
 
     def _read_works(self, planned: Iterable[PlannedSample]) -> dict[str, SampleWork]:
         """The planned samples with their token ids, by state key, in the plan's order."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from data_contracts.extraction import SampleFailure
 from data_contracts.receipt import Receipt
+from drafter_data.costs import CostModel
 from drafter_data.engines.base import ClaimedDump, Engine, PrefillReply, PrefillRequest
 from drafter_data.engines.sglang_http import EngineBusy, EngineUnreachable
 from drafter_data.errors import DumpAmbiguous, DumpMissing, DumpRejected, Interrupted, PassMixed, RequestRefused, SampleError
@@ -66,33 +67,23 @@ class Extracted:
     in_flight: int
 
 
-@dataclass(frozen=True)
-class Sent:
-    """How the request of a committed sample went: seconds until the reply, when that came (monotonic), requests open at its
-    sending. Not its dump: as long as that is held, its memory is not given back.
-    """
-
-    seconds: float
-    answered_at: float
-    in_flight: int
-
-
 class SampleExtractor:
     """Extracts single samples; called from many threads."""
 
     def __init__(
-        self, engine: Engine, store: Store, window: Window, limits: SampleLimits, outliers: Outliers | None = None
+        self, engine: Engine, store: Store, window: Window, limits: SampleLimits, costs: CostModel, outliers: Outliers
     ) -> None:
         self._engine = engine
         self._store = store
         self._window = window
         self._limits = limits
-        self._outliers = outliers or Outliers()
+        self._costs = costs
+        self._outliers = outliers
         self._labels_lack = not engine.describe().labelled
         self.stop = Event()
         self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
 
-    def extract(self, work: SampleWork, chunk: str, given_up: Event | None = None) -> tuple[Receipt, Sent] | SampleFailure:
+    def extract(self, work: SampleWork, chunk: str, given_up: Event | None = None) -> Receipt | SampleFailure:
         """Brings one state into the store, or says why not. Raises EngineLost, Interrupted, StoreError or OSError, which stop
         the chunk; `given_up` tells that it has stopped: nothing more is sent for it.
         """
@@ -116,13 +107,15 @@ class SampleExtractor:
                 return _failure(work, last, attempt + mixed - 1)
             self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
-    def _attempt(self, work: SampleWork, chunk: str, attempt: int, given_up: Event | None, *, alone: bool) -> tuple[Receipt, Sent]:
+    def _attempt(self, work: SampleWork, chunk: str, attempt: int, given_up: Event | None, *, alone: bool) -> Receipt:
         with self._window.space(work.tokens * self._limits.state_bytes_per_token):
             extracted = self.fetch(work, given_up, alone=alone)
+            # By the times of replies: the first commits of a store wait for each other and end all at once.
+            self._costs.observe(work.tokens, extracted.reply.seconds, extracted.in_flight, finished_at=extracted.answered_at)
             try:
                 with self._outliers.turn():
                     self._check_likeness(work, extracted.dump, given_up)
-                receipt = self._store.commit(
+                return self._store.commit(
                     extracted.dump,
                     work.state_key,
                     work.token_ids_s,
@@ -132,7 +125,6 @@ class SampleExtractor:
                 )
             finally:
                 self._engine.release(extracted.dump)
-        return receipt, Sent(extracted.reply.seconds, extracted.answered_at, extracted.in_flight)
 
     def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False, urgent: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the

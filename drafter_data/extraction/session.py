@@ -18,6 +18,7 @@ import numpy as np
 from data_contracts.forecast import Forecast
 from data_contracts.parameters import EngineParameters, ExtractionParameters
 from data_contracts.plan import Plan
+from data_contracts.receipt import Receipt
 from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine
@@ -26,7 +27,7 @@ from drafter_data.errors import Interrupted, StateCorrupt, StoreFull
 from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.rechecks import Anchors
-from drafter_data.extraction.sample import SampleExtractor, SampleLimits, Sent
+from drafter_data.extraction.sample import SampleExtractor, SampleLimits
 from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
 from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
@@ -97,6 +98,7 @@ class ExtractionSession:
                 state_bytes_per_token=self.bytes_per_token,
                 tolerance=settings.tolerance,
             ),
+            self.costs,
             known_signatures(self.store),
         )
         self._in_a_row = 0
@@ -122,15 +124,12 @@ class ExtractionSession:
             done_tokens=tokens - int(missing.tokens_n.sum()),
         )
 
-    def succeeded(self, tokens: int, sent: Sent) -> None:
-        """Counts a committed sample, for progress and for the cost model, which takes the times of replies: the first commits of
-        a store wait for each other and end all at once.
-        """
+    def succeeded(self, receipt: Receipt) -> None:
+        """Counts a committed sample."""
         with self._lock:
             self._in_a_row = 0
-            self._missing_by_length[tokens] -= 1
-        self.progress.sample_done(tokens, sent.seconds)
-        self.costs.observe(tokens, sent.seconds, sent.in_flight, finished_at=sent.answered_at)
+            self._missing_by_length[receipt.tokens] -= 1
+        self.progress.sample_done(receipt.tokens, receipt.engine_seconds)
 
     def failed(self) -> bool:
         """Counts a failed sample; True when too many have failed in a row."""

@@ -35,8 +35,11 @@ class WrittenState:
 
 
 @contextmanager
-def written_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], label: str) -> Generator[WrittenState]:
-    """Checks the states' content and puts them beside `final`; an error, here or in what is done with them, removes them.
+def written_state(
+    final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], label: str, *, direct: bool
+) -> Generator[WrittenState]:
+    """Checks the states' content and puts them beside `final`; an error, here or in what is done with them, removes them unless
+    they have got their final name. `direct`: see StateWriter.
 
     A dump that is one file in the state form on the store's file system moves in and keeps its blocks: it is linked, leaves the
     dump folder, and only then has its label overwritten by the canonical header. Any other is copied. Raises DumpRejected or
@@ -58,7 +61,7 @@ def written_state(final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64]
             os.pwrite(descriptor, head, 0)
             os.fchmod(descriptor, STATE_MODE)
         else:
-            writer = StateWriter(temporary, size)
+            writer = StateWriter(temporary, size, direct=direct)
             descriptor = opened = writer.descriptor
             writer.write(head + ids)
             hash_and_check(dump.states_slh, dump.dtype, digest, label, writer)

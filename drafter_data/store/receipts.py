@@ -147,9 +147,17 @@ class ReceiptLog:
                         yield Receipt.model_validate_json(line)
                     position += len(line)
 
-    def append(self, *receipts: Receipt) -> None:
-        """Appends fsynced lines of one chunk and indexes them: all or, with OSError, none."""
-        self._append(receipts[0].chunk or "loose", "\n".join(receipt.model_dump_json() for receipt in receipts))
+    def append(self, receipt: Receipt) -> None:
+        """Appends one fsynced line and indexes it. Raises OSError."""
+        self._wait_for(self._write(receipt.chunk or "loose", receipt.model_dump_json()))
+
+    def write(self, receipt: Receipt) -> None:
+        """Appends one line, which counts once `sync` has returned. Raises OSError, and then the file ends in whole lines."""
+        self._write(receipt.chunk or "loose", receipt.model_dump_json())
+
+    def sync(self) -> None:
+        """Returns once every line written so far is on disk and indexed. Raises OSError when any of them may be lost."""
+        self._wait_for(self._written)
 
     def drop(self, reasons: Mapping[str, str], by: str = "fsck") -> int:
         """Takes back every receipt of the given state keys (key to reason): they count as not extracted. Returns how many.
@@ -189,21 +197,27 @@ class ReceiptLog:
                     position += len(line)
 
     def _append(self, prefix: str, record: str) -> None:
-        """Writes a line and returns once it is on disk. Threads that wait for the disk together share one fsync a file.
+        self._wait_for(self._write(prefix, record))
 
-        Raises OSError for every line that a failed write or fsync may have lost; the file then ends in whole lines.
-        """
+    def _write(self, prefix: str, record: str) -> int:
+        """Writes a line, or lines; returns its number, to wait for."""
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
             _write_whole(descriptor, record.encode() + b"\n")
             self._written += 1
-            mine = self._written
             self._unsynced[descriptor] = path
+            return self._written
+
+    def _wait_for(self, number: int) -> None:
+        """Returns once a line is on disk. Threads that wait for the disk together share one fsync a file.
+
+        Raises OSError for every line that a failed write or fsync may have lost.
+        """
         with self._sync_lock:
-            if self._lost_from is not None and mine >= self._lost_from:
+            if self._lost_from is not None and number >= self._lost_from:
                 raise OSError(errno.EIO, "an fsync of the receipts failed")
-            if self._synced < mine:
+            if self._synced < number:
                 self._sync_all()
 
     def _sync_all(self) -> None:

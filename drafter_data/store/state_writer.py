@@ -51,12 +51,14 @@ class Room:
 
 
 class StateWriter(Room):
-    """Writes what was put into its room to a new file of `size` bytes. Raises OSError; descriptor and file are the caller's."""
+    """Writes what was put into its room to a new file of `size` bytes. Raises OSError; descriptor and file are the caller's.
 
-    def __init__(self, path: Path, size: int) -> None:
+    `direct`: large files may be written directly. Over a network each such write would be a round trip of its own.
+    """
+
+    def __init__(self, path: Path, size: int, *, direct: bool) -> None:
         super().__init__()
-        self._path = path
-        self.descriptor = _new_file(path, direct=size >= DIRECT_FROM_BYTES)
+        self.descriptor = _new_file(path, direct=direct and size >= DIRECT_FROM_BYTES)
         self._written = self._started = 0
 
     def write(self, head: bytes) -> None:
@@ -102,7 +104,7 @@ def _thread_buffer(size: int) -> memoryview:
     """This thread's memory, which begins at a page, of at least `size` bytes."""
     buffer: memoryview | None = getattr(_of_thread, "buffer", None)
     if buffer is None or len(buffer) < size:
-        buffer = _of_thread.buffer = memoryview(mmap.mmap(-1, size + 2 * WRITE_BYTES))
+        buffer = _of_thread.buffer = memoryview(mmap.mmap(-1, size + 2 * WRITE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return buffer
 
 

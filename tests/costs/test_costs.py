@@ -179,3 +179,15 @@ def test_non_negative_least_squares_meets_the_optimality_conditions() -> None:
         gradient = x.T @ (x @ ours - y)
         assert np.allclose(gradient[ours > 0], 0, atol=1e-7)
         assert (gradient[ours == 0] >= -1e-7).all()
+
+
+def test_pause_in_the_first_window_of_a_busy_time_is_not_work_under_way() -> None:
+    model = CostModel()
+    for k in range(64):
+        model.observe(1000, 0.4, 4, finished_at=10 + 0.1 * k)
+    # An engine that compiles at its first request: none is ahead by 30 seconds for that.
+    for k in range(64):
+        model.observe(1000, 30.0 if k < 4 else 0.4, 4, finished_at=130 + 0.1 * k)
+    last, rest = 130 + 6.3, [1000] * 40
+    plain = model.forecast(rest, in_flight=4, bytes_per_token=1).seconds
+    assert model.forecast(rest, in_flight=4, bytes_per_token=1, now=last).seconds > 0.97 * plain

@@ -28,7 +28,7 @@ def blocks_of(size: int) -> list[bytes]:
 
 
 def written(path: Path, blocks: list[bytes]) -> bytes:
-    writer = StateWriter(path, sum(map(len, blocks)))
+    writer = StateWriter(path, sum(map(len, blocks)), direct=True)
     try:
         for block in blocks:
             writer.room(len(block))[:] = block
