@@ -95,7 +95,7 @@ def _compare(dump_folder: Path, work: Path, size_mb: float, count: int, repeats:
 
 
 def make_dumps(folder: Path, count: int, rows: int, seed: int) -> list[Dump]:
-    """Labelled dumps of random bf16 numbers, made on the folder's own file system and synced so that no write-back is left over."""
+    """Labelled dumps of random bf16 numbers on the folder's own file system, in the page cache as an engine leaves them."""
     folder.mkdir(mode=0o700)
     draw = np.random.default_rng(seed)
     # One block of random rows, written at shifted offsets: dumps differ, and making them takes no longer than writing.

@@ -21,8 +21,9 @@ from drafter_data.files import fsync_folder, sync_file_system, syncs_as_one
 from drafter_data.store.commit import WrittenState
 from drafter_data.store.receipts import ReceiptLog
 
-SMALL_BYTES, FEWEST_AS_ONE = 16 << 20, 3
-"""A group of at least so many states, each smaller than that, is synced by syncfs(2)."""
+SMALL_BYTES, FEWEST_AS_ONE = 4 << 20, 3
+"""A group of at least so many states, each smaller than that, is synced by syncfs(2). With states of 10 MB it gains nothing, and
+waits for the engine's dumps where they lie on the same disk."""
 LONGEST_SYNC_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
 """Others have much to write to that disk when a syncfs takes longer: for a while each file is synced alone."""
 
