@@ -226,9 +226,12 @@ class CostModel:
             last, first = self._last_finish, self._first
         if last is None:
             return 0.0
-        expected = float(_work_of(first) @ fitted.coefficients_3) if first is not None else 0.0
-        late = max(first.seconds - expected, 0.0) if first is not None else 0.0
-        return max(now - last, 0.0) + (late if late <= (PAUSE - 1) * expected else 0.0)  # beyond, it held a pause
+        ahead = 0.0
+        if first is not None:
+            expected = float(_work_of(first) @ fitted.coefficients_3)
+            if expected < first.seconds <= PAUSE * expected:  # beyond, it held a pause
+                ahead = first.seconds - expected
+        return max(now - last, 0.0) + ahead
 
     @property
     def usual_in_flight(self) -> int:

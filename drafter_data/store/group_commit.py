@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_contracts.receipt import Receipt
-from drafter_data.files import fsync_folder, sync_file_system, syncs_as_one
+from drafter_data.files import fsync_folder, is_local, sync_file_system, syncs_as_one
 from drafter_data.store.commit import WrittenState
 from drafter_data.store.receipts import ReceiptLog
 
@@ -49,10 +49,14 @@ class _Commit:
 
 
 class GroupCommit:
-    """Settles the states of threads that wait together: one of them does it for all, while others write the next ones."""
+    """Settles the states of threads that wait together: one of them does it for all, while others write the next ones.
+
+    `local`: the states lie on a disk of this host.
+    """
 
     def __init__(self, states: Path, receipts: ReceiptLog) -> None:
         self._receipts = receipts
+        self.local = is_local(states)
         # Before the first write: a sync of the file system tells each descriptor of what failed since it was opened.
         self._disk = os.open(states, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if syncs_as_one(states) else -1
         self._device = os.fstat(self._disk).st_dev if self._disk >= 0 else None

@@ -147,10 +147,6 @@ class ReceiptLog:
                         yield Receipt.model_validate_json(line)
                     position += len(line)
 
-    def append(self, receipt: Receipt) -> None:
-        """Appends one fsynced line and indexes it. Raises OSError."""
-        self._wait_for(self._write(receipt.chunk or "loose", receipt.model_dump_json()))
-
     def write(self, receipt: Receipt) -> None:
         """Appends one line, which counts once `sync` has returned. Raises OSError, and then the file ends in whole lines."""
         self._write(receipt.chunk or "loose", receipt.model_dump_json())

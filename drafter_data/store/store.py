@@ -33,7 +33,7 @@ from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import DumpRejected, IdentityMismatch, InputError, StateCorrupt
-from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, is_local, write_new
+from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, write_new
 from drafter_data.foreign_file import ForeignFile, RowsOnDisk
 from drafter_data.safetensors_file import MAX_HEADER_BYTES, MalformedFile
 from drafter_data.store.commit import written_state
@@ -84,7 +84,6 @@ class Store:
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._receipts = ReceiptLog(root / "receipts", writer)
         self._group: GroupCommit | None = None
-        self._local = is_local(root)
         self._opening = threading.Lock()
         self._leases = Leases(root / "leases")
         self._receipts.refresh()
@@ -179,7 +178,7 @@ class Store:
             existing = self.find(state_key)
             if existing is not None:
                 return existing
-            with written_state(final, dump, token_ids_s, label, direct=self._local) as state:
+            with written_state(final, dump, token_ids_s, label, direct=group.local) as state:
                 receipt = Receipt(
                     state_key=state_key,
                     tokens=len(token_ids_s),

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from data_contracts.receipt import Receipt
 from drafter_data.store import group_commit
@@ -138,26 +141,38 @@ def test_failed_sync_of_the_file_system_is_asked_of_each_file_from_then_on(store
     assert (validate_store(again, None).errors, fsck(again).problems) == (0, ())
 
 
-def test_those_that_come_while_the_disk_is_busy_are_settled_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def commit_at_once(
+    store: Store, members: Sequence[NDArray[np.int64]], monkeypatch: pytest.MonkeyPatch, failing_group: int = 0
+) -> tuple[list[int], list[BaseException | None]]:
+    """Commits from a thread each; the first group, of one, is held until all others wait. Returns sizes of groups and errors."""
     groups, go_on, real_settle = list[int](), threading.Event(), GroupCommit._settle
 
     def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
         groups.append(len(group))
         if len(groups) == 1:
             assert go_on.wait(30)
+        if len(groups) == failing_group:
+            raise MemoryError
         real_settle(self, group)
 
     monkeypatch.setattr(GroupCommit, "_settle", settle)
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(commit, store, ids) for ids in members]
+        deadline = time.monotonic() + 30
+        while store._group is None or len(store._group._waiting) < len(members) - 1:
+            assert time.monotonic() < deadline, groups
+            time.sleep(0.001)
+        go_on.set()
+        return groups, [future.exception(timeout=30) for future in futures]
+
+
+def test_those_that_come_while_the_disk_is_busy_are_settled_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     members = [ids_of(20, seed) for seed in range(16)]
     members = list({key_of(ids)[:2]: ids for ids in members}.values())  # one a folder: a folder's lock lets one in
-    with ThreadPoolExecutor(len(members)) as pool:
-        futures = [pool.submit(commit, store, ids, chunk="c") for ids in members]
-        while store._group is None or len(store._group._waiting) < len(members) - 1:
-            assert not any(future.done() for future in futures)
-        go_on.set()
-        keys = {future.result(timeout=30).state_key for future in futures}
+    groups, errors = commit_at_once(store, members, monkeypatch)
     assert groups == [1, len(members) - 1]
-    assert keys == {key_of(ids) for ids in members} == set(Store.open(store.root).keys())
+    assert errors == [None] * len(members)
+    assert set(Store.open(store.root).keys()) == {key_of(ids) for ids in members}
 
 
 def test_leader_that_is_interrupted_takes_nobody_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,25 +192,9 @@ def test_leader_that_is_interrupted_takes_nobody_with_it(store: Store, monkeypat
 
 
 def test_group_whose_leader_fails_is_led_by_another(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, go_on, real_settle = list[int](), threading.Event(), GroupCommit._settle
-
-    def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
-        groups.append(len(group))
-        if len(groups) == 1:
-            assert go_on.wait(30)
-        if len(groups) == 2:
-            raise MemoryError
-        real_settle(self, group)
-
-    monkeypatch.setattr(GroupCommit, "_settle", settle)
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(commit, store, ids) for ids in MEMBERS]
-        while store._group is None or len(store._group._waiting) < 3:
-            assert not any(future.done() for future in futures)
-        go_on.set()
-        failed = [future.exception(timeout=30) for future in futures]
+    groups, errors = commit_at_once(store, MEMBERS, monkeypatch, failing_group=2)
     assert groups == [1, 3, 2]
-    assert sorted(type(error).__name__ for error in failed) == ["MemoryError", "NoneType", "NoneType", "NoneType"]
+    assert sorted(type(error).__name__ for error in errors) == ["MemoryError", "NoneType", "NoneType", "NoneType"]
     again = Store.open(store.root)
     assert (len(again), validate_store(again, None).errors, fsck(again).problems) == (3, 0, ())
 

@@ -19,15 +19,20 @@ def receipt(number: int) -> Receipt:
     )
 
 
+def append(log: ReceiptLog, one: Receipt) -> None:
+    log.write(one)
+    log.sync()
+
+
 def test_receipt_short_write_leaves_whole_lines_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = ReceiptLog(tmp_path, "w")
-    log.append(receipt(1))
+    append(log, receipt(1))
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:30]))
     with pytest.raises(OSError, match="No space left"):
-        log.append(receipt(2))
+        append(log, receipt(2))
     monkeypatch.undo()
-    log.append(receipt(3))
+    append(log, receipt(3))
     fresh = ReceiptLog(tmp_path, "x")
     fresh.refresh()
     assert sorted(int(found.state_key, 16) for found in fresh.all()) == [1, 3]
@@ -35,14 +40,14 @@ def test_receipt_short_write_leaves_whole_lines_and_raises(tmp_path: Path, monke
 
 def test_receipt_failed_fsync_is_told_to_every_thread_that_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = ReceiptLog(tmp_path, "w")
-    log.append(receipt(0))
+    append(log, receipt(0))
 
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
     with ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(log.append, receipt(number)) for number in range(1, 17)]
+        futures = [pool.submit(append, log, receipt(number)) for number in range(1, 17)]
     assert all(isinstance(future.exception(), OSError) for future in futures)
     assert len(log) == 1
 
