@@ -89,7 +89,7 @@ def numbers_of(script: str, folder: Path, *arguments: str) -> list[int]:
 
 def test_memory_of_a_merge_does_not_grow_with_its_input(tmp_path: Path) -> None:
     peaks = []
-    for size in (150, 450):  # both fill every buffer there is
+    for size in (300, 900):  # both fill every buffer there is
         path = tmp_path / f"{size}.jsonl"
         rows = write_rows(path, size * 1_000_000)
         kept, own, reader = numbers_of(MERGE, tmp_path, str(path), str(tmp_path / f"out-{size}"))
@@ -98,7 +98,7 @@ def test_memory_of_a_merge_does_not_grow_with_its_input(tmp_path: Path) -> None:
         path.unlink()
     (own, reader), (own_large, reader_large) = peaks
     assert reader > 50, "no reader was seen"
-    assert own_large - own < 65, peaks  # as numbers, the 300 MB that came on top take 160 MB
+    assert own_large - own < 130, peaks  # as numbers, the 600 MB that came on top take 320 MB; equal merges differ by up to 60
     assert reader_large - reader < 40, peaks
     assert own_large + 2 * reader_large < 800, peaks
 
