@@ -7,13 +7,17 @@ plus attention's quadratic part, with noise from pass to pass, slow wandering of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_data.canary import tokens_of_canary
 from drafter_data.costs import CostModel
+from drafter_data.preflight import PROBE_QUANTILES
+from drafter_data.probing import burst_lengths
 
 SHAPES = ("short", "long", "bimodal", "sorted up", "sorted down")
 EVENTS = ("steady", "drift", "restart")
@@ -23,7 +27,7 @@ CHECKPOINTS = np.arange(0.05, 0.96, 0.05)
 
 @dataclass(frozen=True)
 class Campaign:
-    """One campaign. `history`: the engine was measured by another one before; else a few probes come first."""
+    """One campaign. `history`: the engine was measured by another one before; else a preflight's probes come first."""
 
     shape: str
     event: str
@@ -117,34 +121,38 @@ def run(campaign: Campaign) -> list[Point]:
     model = CostModel("simulated")
     lengths = lengths_of(campaign.shape, campaign.samples, rng)
     if campaign.history:
-        _serve(engine, model, lengths_of("bimodal", 600, rng), campaign.in_flight)
+        _serve(engine, model, lengths_of("bimodal", 600, rng).tolist(), campaign.in_flight)
         engine.clock += 3600.0
     else:
-        _serve(engine, model, probe_lengths(lengths, campaign.in_flight), campaign.in_flight)
+        _probe(engine, model, lengths, campaign.in_flight)
         engine.clock += 5.0
     return _Run(campaign, engine, model, lengths, rng).points()
 
 
-def probe_lengths(lengths: NDArray[np.int64], in_flight: int) -> NDArray[np.int64]:
-    """Probes across the lengths, under 1 % of the tokens: long and short ones in turn."""
-    count = 8 * in_flight
-    while count > 4:
-        probes = np.quantile(lengths, (np.arange(count) * 0.618034) % 1.0).astype(np.int64)
-        if probes.sum() < 0.01 * lengths.sum():
-            return probes
-        count -= 1
-    return np.quantile(lengths, [0.1, 0.5, 0.9]).astype(np.int64)
+def _probe(engine: Engine, model: CostModel, lengths: NDArray[np.int64], in_flight: int) -> None:
+    """What a preflight sends to an engine without a history: the longest prompt alone, then a burst or, where there is none to be
+    sent, lengths across the data set one at a time.
+    """
+    longest = int(lengths.max())
+    burst = burst_lengths(lengths, in_flight, spent_tokens=tokens_of_canary(longest))
+    alone = [] if burst else np.quantile(lengths, PROBE_QUANTILES).astype(int).tolist()
+    _serve(engine, model, [*alone, longest], 1)
+    if burst:
+        started = engine.clock
+        _serve(engine, None, burst, in_flight)
+        model.observe_whole(burst, engine.clock - started, in_flight)
 
 
-def _serve(engine: Engine, model: CostModel, lengths: NDArray[np.int64], in_flight: int) -> None:
-    """Serves some requests, `in_flight` of them open, and lets the model see them."""
-    coming = deque(int(n) for n in lengths)
+def _serve(engine: Engine, model: CostModel | None, lengths: Sequence[int], in_flight: int) -> None:
+    """Serves some requests, `in_flight` of them open, and lets a model see them."""
+    coming = deque(lengths)
     for _ in range(min(in_flight, len(coming))):
         engine.send(coming.popleft())
     while engine.waiting:
         open_now = len(engine.waiting)
         for tokens, sent in engine.next_pass():
-            model.observe(tokens, engine.clock - sent, open_now, finished_at=engine.clock)
+            if model is not None:
+                model.observe(tokens, engine.clock - sent, open_now, finished_at=engine.clock)
             if coming:
                 engine.send(coming.popleft())
 

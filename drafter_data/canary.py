@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,13 +51,22 @@ _LAYERS_BY = {
 }
 
 
+def tokens_of_canary(longest: int) -> int:
+    """Tokens that a canary sends at least: five short prompts, one of them cut, and the longest one."""
+    short = min(PROMPT_TOKENS, longest)
+    return 4 * short + short * 2 // 3 + longest
+
+
 @dataclass(frozen=True)
-class _Answer:
-    """`states_slh`: all of a short prompt's, of a longer one's the last row; there may be gigabytes of them."""
+class Answer:
+    """`states_slh`: all of a short prompt's, of a longer one's the last row; there may be gigabytes of them. `answered_at` is
+    monotonic.
+    """
 
     states_slh: NDArray[np.float32]
     seconds: float
     proof_error: float | None
+    answered_at: float
     dtype: str = "F32"
 
 
@@ -84,15 +94,15 @@ class Canary:
         """
         start, tokens = time.monotonic(), 0
         short = min(PROMPT_TOKENS, longest)
-        prompt = self._prompt(short)
-        first, second = self._ask(prompt), self._ask(prompt)
+        prompt = self.prompt(short)
+        first, second = self.ask(prompt), self.ask(prompt)
         error = self._check_repeat(first, second)
         self._check_beginning(prompt, first)
         self._check_reference(prompt, first)
         self._pair(short)
         answers = [first, second]
         for length in sorted({*lengths, longest}):
-            answers.append(answer := self._ask(self._prompt(length)))
+            answers.append(answer := self.ask(self.prompt(length)))
             costs.observe(length, answer.seconds, 1)
             tokens += length
         proofs = [answer.proof_error for answer in answers if answer.proof_error is not None]
@@ -105,7 +115,7 @@ class Canary:
             tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
         )
 
-    def _check_repeat(self, first: _Answer, second: _Answer) -> float:
+    def _check_repeat(self, first: Answer, second: Answer) -> float:
         """How far two runs of one prompt are apart."""
         error = states_distance(second, first)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
@@ -116,12 +126,12 @@ class Canary:
             )
         return error
 
-    def _check_beginning(self, ids_s: NDArray[np.int64], whole: _Answer) -> None:
+    def _check_beginning(self, ids_s: NDArray[np.int64], whole: Answer) -> None:
         """A causal model gives the beginning of a prompt the same states whatever follows; mixed rows or axes do not."""
         cut = len(ids_s) * 2 // 3
         if cut == 0:
             return
-        error = states_distance(self._ask(ids_s[:cut]), whole, of_beginning=True)
+        error = states_distance(self.ask(ids_s[:cut]), whole, of_beginning=True)
         if error > 10 * TOLERANCE_FLOOR[self._info.identity.dtype]:
             raise PreflightRefused(
                 f"the first {cut} tokens of a prompt gave states {error:.2e} apart (relative, worst layer) with and without "
@@ -129,7 +139,7 @@ class Canary:
                 reason="canary-beginning-differs",
             )
 
-    def _check_reference(self, ids_s: NDArray[np.int64], found: _Answer) -> None:
+    def _check_reference(self, ids_s: NDArray[np.int64], found: Answer) -> None:
         """Compares with a forward pass of our own, for models that the embedded engine computes and that are small enough.
 
         Nothing else than a reference can tell a layer from its neighbour; of larger models the layer ids are taken on trust.
@@ -158,34 +168,38 @@ class Canary:
         if self._info.lengths_must_differ or self._info.in_flight_limit < 2:
             return
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(self._ask, [self._prompt(tokens), self._prompt(tokens)]))
+            list(pool.map(self.ask, [self.prompt(tokens), self.prompt(tokens)]))
 
-    def _prompt(self, tokens: int) -> NDArray[np.int64]:
+    def prompt(self, tokens: int) -> NDArray[np.int64]:
+        """Seeded random ids, int64 [tokens]."""
         highest = self._checkpoint.vocab_size
         return np.array(
             [self._random.randrange(min(FIRST_ORDINARY_ID, highest - 1), highest) for _ in range(tokens)], dtype=np.int64
         )
 
-    def _ask(self, ids_s: NDArray[np.int64]) -> _Answer:
+    def ask(self, ids_s: NDArray[np.int64]) -> Answer:
         """One prompt and its states. What went wrong once is asked for again, as a sample's would be."""
         attempts = ATTEMPTS
         while True:
             try:
-                return self._ask_once(ids_s)
+                return self.ask_once(ids_s)
             except PreflightRefused as error:
                 attempts -= 2 if isinstance(error.__cause__, DumpMissing) else 1  # each of those takes its whole time limit
                 if attempts <= 0 or isinstance(error.__cause__, RequestRefused):
                     raise
                 self.repeated.append(error.reason.removeprefix("canary-"))
 
-    def _ask_once(self, ids_s: NDArray[np.int64]) -> _Answer:
+    def ask_once(self, ids_s: NDArray[np.int64], slot: AbstractContextManager[object] | None = None) -> Answer:
+        """The same, once; `slot` is held until the dump is claimed."""
         self._requests += 1
         request = PrefillRequest(self._engine.new_request_id(), "canary", ids_s)
         label = f"canary prompt of {len(ids_s)} tokens"
         try:
-            reply = self._engine.send(request)
-            check_reply(request, reply)
-            dump = self._engine.claim(request, reply, time.monotonic() + self._timeout)
+            with slot or nullcontext():
+                reply = self._engine.send(request)
+                answered_at = time.monotonic()
+                check_reply(request, reply)
+                dump = self._engine.claim(request, reply, time.monotonic() + self._timeout)
             try:
                 identity = self._info.identity
                 expected_lh = (len(identity.layers), identity.hidden_size)
@@ -208,4 +222,4 @@ class Canary:
                 "another layer as the final one",
                 reason="canary-proof-failed",
             )
-        return _Answer(states_slh, reply.seconds, proof_error)
+        return Answer(states_slh, reply.seconds, proof_error, answered_at)

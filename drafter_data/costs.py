@@ -134,6 +134,21 @@ class CostModel:
             self._open.append((tokens, gap, in_flight))
             self._last_finish = finish if last is None else max(finish, last)
 
+    def observe_whole(self, tokens: Sequence[int], seconds: float, in_flight: int) -> None:
+        """Takes in requests that had the engine to themselves from the first sending to the last reply: `seconds` hold all of their
+        work and nothing else, unlike those of a busy time's first window. `in_flight`: of the run that they stand for.
+        """
+        with self._lock:
+            self._close_open(self._last_finish)
+            self._keep(_window(tokens, seconds, in_flight, time.monotonic()))
+            self._last_finish = self._begun = None  # nothing is in flight
+
+    def tells_of(self, in_flight: int) -> bool:
+        """Whether the history holds work with about that many in flight: half to double."""
+        with self._lock:
+            windows = list(self._windows)
+        return any(not w.filling and in_flight / 2 <= w.in_flight <= 2 * in_flight for w in windows)
+
     def _close_if_whole(self, ended_at: float, gap: float, in_flight: int) -> None:
         """Ends the open window where it holds enough requests and the next one comes after a pause.
 
@@ -171,18 +186,11 @@ class CostModel:
 
     def _open_window(self, ended_at: float) -> CostWindow:
         """The open window as it stands."""
-        counts = [tokens for tokens, _, _ in self._open]
         # Counted at each one's sending: of requests that are sent at once each counts one more.
         widest = max(k for _, _, k in self._open)
-        return CostWindow(
-            requests=len(counts),
-            tokens=sum(counts),
-            tokens2=float(sum(n * n for n in counts)),
-            seconds=max(sum(waited for _, waited, _ in self._open), 1e-9),
-            in_flight=widest,
-            ended_at=ended_at,
-            filling=self._begun is not None and widest > 1,
-        )
+        seconds = sum(waited for _, waited, _ in self._open)
+        counts = [tokens for tokens, _, _ in self._open]
+        return _window(counts, seconds, widest, ended_at, filling=self._begun is not None and widest > 1)
 
     def fit(self, *, in_flight: int | None = None) -> CostFit:
         """The coefficients, the level included. `source` is `prior` until something has been observed."""
@@ -251,6 +259,18 @@ class CostModel:
         fitted = fit_windows(x_w3, seconds_w, weight_w)
         share = float(fitted.noise / np.sqrt(np.median(seconds_w)))
         return _cost_fit(fitted.coefficients_3, share, sum(w.requests for w in windows), "observed"), fitted
+
+
+def _window(tokens: Sequence[int], seconds: float, in_flight: int, ended_at: float, *, filling: bool = False) -> CostWindow:
+    return CostWindow(
+        requests=len(tokens),
+        tokens=sum(tokens),
+        tokens2=float(sum(n * n for n in tokens)),
+        seconds=max(seconds, 1e-9),
+        in_flight=in_flight,
+        ended_at=ended_at,
+        filling=filling,
+    )
 
 
 def _work_of(window: CostWindow) -> Floats:

@@ -6,17 +6,19 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_contracts.identity import StoreIdentity
 from data_contracts.parameters import ExtractionParameters
 from data_contracts.preflight import CanaryRecord, PreflightReport
-from drafter_data.canary import Canary
+from drafter_data.canary import Canary, tokens_of_canary
 from drafter_data.checkpoints import Checkpoint
 from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine, EngineInfo
 from drafter_data.errors import InputError, PreflightRefused
 from drafter_data.files import existing_parent
+from drafter_data.probing import burst_lengths, in_flight_at_first, send_burst
 from drafter_data.store.store import RECORD_FILE, Store
 
 PROBE_QUANTILES = (0.05, 0.3, 0.55, 0.8, 0.97)
@@ -36,8 +38,8 @@ def run_preflight(
     Raises PreflightRefused, IdentityMismatch or InputError with what to change; then nothing was written.
     """
     info = engine.describe()
-    to_come = bytes_to_come(dataset, store_root, info.identity, info.max_prompt_tokens)
-    check_free(store_root, to_come, keep_free_bytes)
+    to_come_n = tokens_to_come(dataset, store_root, info.identity, info.max_prompt_tokens)
+    check_free(store_root, int(to_come_n.sum()) * info.identity.bytes_per_token, keep_free_bytes)
     lengths = _lengths(dataset, info)
     checkpoint = Checkpoint.open(Path(info.provenance.model))
     _check_model(info, checkpoint)
@@ -45,14 +47,23 @@ def run_preflight(
     _check_dump_folder(engine, info, int(lengths.max()))
     swept = engine.sweep()
     canary = Canary(engine, checkpoint, dump_timeout_seconds=extraction.dump_timeout_seconds, seed=seed)
-    probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
-    figures = canary.run(probes, int(lengths.max()), costs)
+    in_flight = in_flight_at_first(extraction.in_flight, info.in_flight_limit)
+    longest = int(lengths.max())
+    burst = [] if costs.tells_of(in_flight) else burst_lengths(to_come_n, in_flight, spent_tokens=tokens_of_canary(longest))
+    probes = [] if burst else [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
+    figures = canary.run(probes, longest, costs)
+    sent = send_burst(canary, engine, burst, in_flight, costs) if burst else None
     store = Store.open(store_root, info.identity)
     try:
         store.record_canary(CanaryRecord(engine=info.kind, fingerprint=info.fingerprint, figures=figures))
         notes = _notes(info, swept, dataset, lengths, store.record_provenance(info.provenance))
         if canary.repeated:
             notes.append(f"{len(canary.repeated)} canary requests had to be repeated: {', '.join(sorted(set(canary.repeated)))}")
+        if sent is not None:
+            notes.append(
+                f"nothing known of this engine with {in_flight} in flight: {len(sent.lengths)} probes of {sum(sent.lengths):,} "
+                f"tokens at once took {sent.seconds:.1f} s"
+            )
         costs.save(costs_path(store_root, info.fingerprint))
         return PreflightReport(
             engine=info.kind,
@@ -76,7 +87,7 @@ def run_preflight(
         store.close()
 
 
-def _lengths(dataset: Dataset, info: EngineInfo) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _lengths(dataset: Dataset, info: EngineInfo) -> NDArray[np.int64]:
     lengths = dataset.columns("num_tokens").column("num_tokens").to_numpy().astype(np.int64)
     lengths = lengths[lengths <= info.max_prompt_tokens]
     if not len(lengths):
@@ -119,6 +130,11 @@ def _check_dump_folder(engine: Engine, info: EngineInfo, longest: int) -> None:
 
 def bytes_to_come(dataset: Dataset, store_root: Path, identity: StoreIdentity, max_prompt_tokens: int) -> int:
     """Bytes of the states that the store, which need not be there yet, lacks. Raises IdentityMismatch for another's store."""
+    return int(tokens_to_come(dataset, store_root, identity, max_prompt_tokens).sum()) * identity.bytes_per_token
+
+
+def tokens_to_come(dataset: Dataset, store_root: Path, identity: StoreIdentity, max_prompt_tokens: int) -> NDArray[np.int64]:
+    """Lengths of the prompts that the store lacks, int64 [prompts]. Raises IdentityMismatch for another's store."""
     store = Store.open(store_root, identity) if (store_root / RECORD_FILE).is_file() else None
     try:
         columns = dataset.columns("state_key", "num_tokens")
@@ -128,7 +144,7 @@ def bytes_to_come(dataset: Dataset, store_root: Path, identity: StoreIdentity, m
             for key, count in zip(keys, tokens, strict=True)
             if count <= max_prompt_tokens and (store is None or key not in store)
         }
-        return sum(lacking.values()) * identity.bytes_per_token
+        return np.fromiter(lacking.values(), dtype=np.int64, count=len(lacking))
     finally:
         if store is not None:
             store.close()
@@ -149,7 +165,7 @@ def _notes(
     info: EngineInfo,
     swept: int,
     dataset: Dataset,
-    lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
+    lengths: NDArray[np.int64],
     changed: list[str],
 ) -> list[str]:
     notes = [f"provenance changed since the last run: {line}" for line in changed]

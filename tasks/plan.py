@@ -48,7 +48,7 @@ def forecast(
     dataset_id: str,
     checked: PreflightReport,
 ) -> Forecast:
-    """Publishes time and bytes to come, from this engine's history and the canary's probes."""
+    """Publishes time and bytes to come, from this engine's history or the preflight's probes."""
     store = Store.open(workspace.store)
     try:
         plan = load_plan(workspace.store, dataset_id)

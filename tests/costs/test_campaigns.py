@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.campaigns import SHAPES, Campaign, probe_lengths, run
+from benchmarks.campaigns import SHAPES, Campaign, run
 
 
 def test_eta_steady_campaigns_are_right_from_the_start_where_extrapolation_is_not() -> None:
@@ -25,10 +25,3 @@ def test_eta_after_a_change_is_right_again_within_a_tenth_of_the_tokens(event: s
     settled = [point for point in points if point.settled and point.progress > 0]
     assert np.median([point.error for point in settled]) < 0.10
     assert np.median([point.extrapolation_error for point in settled]) > np.median([point.error for point in settled])
-
-
-def test_eta_probes_cost_less_than_a_hundredth_of_the_tokens() -> None:
-    lengths = np.random.default_rng(0).integers(10, 5000, 6000)
-    probes = probe_lengths(lengths, 16)
-    assert probes.sum() < 0.01 * lengths.sum()
-    assert probes.min() < 1000 and probes.max() > 4000

@@ -191,3 +191,22 @@ def test_pause_in_the_first_window_of_a_busy_time_is_not_work_under_way() -> Non
     last, rest = 130 + 6.3, [1000] * 40
     plain = model.forecast(rest, in_flight=4, bytes_per_token=1).seconds
     assert model.forecast(rest, in_flight=4, bytes_per_token=1, now=last).seconds > 0.97 * plain
+
+
+def test_costs_burst_is_whole_and_outweighs_what_came_one_at_a_time() -> None:
+    """Ten prompts in two passes of 20 ms and 25 us a token; alone each takes its own pass."""
+    model, lengths = CostModel(), [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
+    model.observe(1000, 0.045, 1, finished_at=0.045)
+    assert not model.tells_of(8)
+    model.observe_whole(lengths, 0.04 + 25e-6 * sum(lengths), 8)
+    assert (model.tells_of(8), model.tells_of(16), model.tells_of(32)) == (True, True, False)
+    forecast = model.forecast(lengths * 100, in_flight=8, bytes_per_token=1)
+    assert forecast.seconds == pytest.approx(100 * (0.04 + 25e-6 * sum(lengths)), rel=0.02)
+    assert 0.2 * forecast.seconds < forecast.low_seconds < forecast.seconds < forecast.high_seconds
+
+
+def test_costs_after_a_burst_nothing_is_under_way() -> None:
+    model = CostModel()
+    model.observe_whole([100] * 8, 1.0, 8)
+    forecast = model.forecast([100] * 8, in_flight=8, bytes_per_token=1, now=1e9)
+    assert forecast.seconds == pytest.approx(1.0, rel=0.01)
