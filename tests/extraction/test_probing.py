@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,10 @@ from tests.support.engines import RunningEngine, running_engine
 ONE_LENGTH_APART = ("--dumps", "unlabelled", "--prefill-max-requests", "1", "--chunked-prefill-size", "-1")
 
 
+def _never(seen: list[list[int]]) -> None:
+    del seen
+
+
 class Watched:
     """An engine, beside which is written down what is open at each sending; `fail` may raise in place of a request."""
 
@@ -40,7 +45,7 @@ class Watched:
         self._lock = threading.Lock()
         self._open = list[int]()
         self.seen = list[list[int]]()
-        self.fail = lambda sent: None
+        self.fail: Callable[[list[list[int]]], None] = _never
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
