@@ -21,6 +21,8 @@ from drafter_data.safetensors_file import NUMPY_DTYPES, MalformedFile, TensorEnt
 
 HEAD_BYTES = 1 << 14
 """Read at once: the header and, of most prompts, the token ids."""
+WHOLE_BYTES = 1 << 20
+"""Up to this size of a tensor single rows are not read one by one."""
 
 
 class ForeignFile:
@@ -124,8 +126,17 @@ class RowsOnDisk:
             row = range(len(self))[first]
             found = self.read(row, row + 1)[0]
         else:
-            found = np.stack([self.read(row, row + 1)[0] for row in np.asarray(first).tolist()])
+            found = self._rows(np.asarray(first))
         return found[(slice(None), *rest) if not isinstance(first, int) else rest] if rest else found
+
+    def _rows(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Single rows. Of a small tensor all are read: a read a row would cost more."""
+        if self.nbytes <= WHOLE_BYTES:
+            return self.read(0, len(self))[numbers]
+        found = np.empty((len(numbers), *self.shape[1:]), self.dtype)
+        for place, row in enumerate(numbers.tolist()):
+            self.read(row, row + 1, found[place : place + 1])
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
