@@ -1,4 +1,4 @@
-"""HTTP sessions whose requests under way can be broken off from another thread.
+"""HTTP connections whose requests under way can be broken off from another thread.
 
 A request waits for the engine in a socket's recv, up to its whole time limit. Shutting the socket down ends that wait at once.
 """
@@ -9,16 +9,17 @@ import socket
 import threading
 import weakref
 from contextlib import suppress
-from typing import Any
 
-import requests
-from requests.adapters import HTTPAdapter
+from requests.certs import where  # pyright: ignore[reportAttributeAccessIssue]  # the stubs lack it
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util import Url
+
+MOST_KEPT_ALIVE = 1024
 
 
 class OpenSockets:
-    """The sockets of all sessions of one client."""
+    """The sockets of all connections of one client."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,25 +42,9 @@ class OpenSockets:
         for one in found:
             _shut_down(one)
 
-    def session(self) -> requests.Session:
-        """A session without proxies whose sockets are known here."""
-        session = requests.Session()
-        session.trust_env = False  # a proxy between us and a loopback engine would only be a mistake
-        adapter = _Adapter(self)
-        session.mount("http://", adapter)
-        session.mount("https://", adapter)
-        return session
-
-
-class _Adapter(HTTPAdapter):
-    def __init__(self, sockets: OpenSockets) -> None:
-        self._sockets = sockets
-        super().__init__()
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        """Pools whose connections report their sockets."""
-        super().init_poolmanager(*args, **kwargs)
-        sockets = self._sockets
+    def pool(self, url: Url) -> HTTPConnectionPool:
+        """Connections to a server, shared by all threads and kept alive, without proxies, whose sockets are known here."""
+        sockets = self
 
         class Plain(HTTPConnection):
             def connect(self) -> None:
@@ -79,7 +64,9 @@ class _Adapter(HTTPAdapter):
         class SecurePool(HTTPSConnectionPool):
             ConnectionCls = Secure  # pyright: ignore[reportAssignmentType]
 
-        self.poolmanager.pool_classes_by_scheme = {"http": PlainPool, "https": SecurePool}
+        if url.scheme == "https":
+            return SecurePool(url.host or "", url.port, maxsize=MOST_KEPT_ALIVE, ca_certs=where())
+        return PlainPool(url.host or "", url.port, maxsize=MOST_KEPT_ALIVE)
 
 
 def _shut_down(opened: socket.socket) -> None:

@@ -6,13 +6,15 @@ Source: SGLang 0.5.23, `/generate`, `/server_info`, `/ready`.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
-import requests
-from urllib3.exceptions import HTTPError, NewConnectionError, ReadTimeoutError
+import orjson
+from urllib3.exceptions import HTTPError, LocationParseError, ProtocolError, ReadTimeoutError
+from urllib3.response import BaseHTTPResponse
+from urllib3.util import Timeout, Url, make_headers, parse_url
 
 from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.engines.interruptible import OpenSockets
@@ -20,7 +22,9 @@ from drafter_data.errors import EngineLost, PreflightRefused, RequestRefused, Sa
 
 MAX_REPLY_BYTES = 8 << 20
 MOST_LOGPROBS = 64
+CONNECT_SECONDS = 5.0
 TRANSIENT_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+_NONE: Mapping[str, str] = {}
 
 
 class EngineBusy(SampleError):
@@ -48,23 +52,50 @@ class EngineBroke(EngineUnreachable):
 
 
 class JsonClient:
-    """One base URL that speaks JSON; a connection a thread, kept alive."""
+    """One base URL that speaks JSON over connections that are kept alive.
+
+    urllib3 and not requests, which is built on it: at thousands of short requests the client's CPU is the engine's, where they
+    share a host.
+    """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url.rstrip("/")
-        self._timeout = (5.0, timeout_seconds)
-        self._local = threading.local()
+        self._timeout = timeout_seconds
         self._sockets = OpenSockets()
-
-    def _session(self) -> requests.Session:
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = self._sockets.session()
-        return session
+        found = _parsed(self.url)
+        self._pool, self._prefix = self._sockets.pool(found), found.path or ""
+        # No compression: a few bytes could become gigabytes.
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if found.auth:
+            self._headers |= make_headers(basic_auth=unquote(found.auth))
 
     def interrupt(self) -> None:
         """Breaks off all requests, now and in future: they raise EngineUnreachable at once."""
         self._sockets.interrupt()
+
+    def _open(
+        self, method: str, path: str, body: bytes | None, timeout_seconds: tuple[float, float], headers: Mapping[str, str] = _NONE
+    ) -> BaseHTTPResponse:
+        """Sends a request; the answer's body is yet to be read. `timeout_seconds`: to connect, to wait. Raises HTTPError."""
+        connect, read = timeout_seconds
+        return self._pool.urlopen(
+            method,
+            self._prefix + path,
+            body=body,
+            headers={**self._headers, **headers},
+            timeout=Timeout(connect=connect, read=read),
+            retries=False,
+            redirect=False,
+            preload_content=False,
+        )
+
+    def _answers(self, path: str, timeout_seconds: tuple[float, float]) -> bool:
+        """Whether a GET is answered with 200."""
+        try:
+            with self._open("GET", path, None, timeout_seconds) as response:
+                return response.status == 200
+        except HTTPError:
+            return False
 
     def _json(
         self,
@@ -74,23 +105,19 @@ class JsonClient:
         label: str,
         *,
         timeout_seconds: float | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] = _NONE,
     ) -> dict[str, Any]:
         """One request; the answer's JSON object. Raises EngineUnreachable, EngineBusy or RequestRefused."""
-        timeout = self._timeout if timeout_seconds is None else (self._timeout[0], timeout_seconds)
-        # No compression: a few bytes could become gigabytes.
-        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **(headers or {})}
+        seconds = timeout_seconds or self._timeout
         try:
-            with self._session().request(
-                method, self.url + path, data=body, timeout=timeout, stream=True, headers=sent
-            ) as response:
-                text = _bounded(response, time.monotonic() + timeout[1])
-                status = response.status_code
-        except requests.RequestException as error:
+            with self._open(method, path, body, (CONNECT_SECONDS, seconds), headers) as response:
+                text = self._bounded(response, time.monotonic() + seconds)
+                status = response.status
+        except HTTPError as error:
             raise _unreachable(error)(f"{label}: no answer from {self.url} ({type(error).__name__})") from error
         if status in TRANSIENT_STATUSES:
             raise EngineBusy(f"{label}: {self.url} answered {status}: {_message(text)}")
-        if status >= 400:
+        if status >= 300:  # no redirect is followed: it may lead anywhere
             raise RequestRefused(f"{label}: {self.url} answered {status}: {_message(text)}")
         try:
             found = json.loads(text)
@@ -99,6 +126,24 @@ class JsonClient:
         if not isinstance(found, dict):
             raise EngineBusy(f"{label}: {self.url} answered {type(found).__name__}, expected an object", reason="bad-reply")
         return found
+
+    def _bounded(self, response: BaseHTTPResponse, deadline: float) -> bytes:
+        """The body as it comes, up to a bound of bytes and time: a server must neither fill our memory nor drip for ever."""
+        parts, size = list[bytes](), 0
+        try:
+            while part := response.read1(1 << 16, decode_content=False):
+                size += len(part)
+                if size > MAX_REPLY_BYTES:
+                    raise EngineBusy(f"{self.url} answered more than {MAX_REPLY_BYTES} bytes", reason="bad-reply")
+                if time.monotonic() > deadline:
+                    raise EngineSilent(f"{self.url} did not end its answer in time")
+                parts.append(part)
+        except TimeoutError as error:
+            raise EngineSilent(f"{self.url} did not end its answer in time") from error
+        except (HTTPError, OSError) as error:
+            kind = EngineSilent if isinstance(error, ReadTimeoutError) else EngineBroke
+            raise kind(f"{self.url} broke off its answer ({type(error).__name__})") from error
+        return b"".join(parts)
 
 
 class SGLangClient(JsonClient):
@@ -111,7 +156,7 @@ class SGLangClient(JsonClient):
     def generate(self, request: PrefillRequest) -> PrefillReply:
         """Prefills one prompt. Raises RequestRefused (4xx), EngineBusy (5xx) or EngineUnreachable."""
         body: dict[str, Any] = {
-            "input_ids": request.token_ids_s.tolist(),
+            "input_ids": request.token_ids_s,
             "rid": request.request_id,
             "extra_key": request.request_id,  # a prefix cache of its own: no row may come from another request
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -119,9 +164,7 @@ class SGLangClient(JsonClient):
         if self._top_logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": self._top_logprobs, "logprob_start_len": -1}
         sent_at, start = time.time(), time.monotonic()
-        reply = self._json(
-            "POST", "/generate", json.dumps(body).encode(), f"request {request.request_id} ({request.tokens} tokens)"
-        )
+        reply = self._json("POST", "/generate", encoded(body), f"request {request.request_id} ({request.tokens} tokens)")
         meta = reply.get("meta_info")
         if not isinstance(meta, dict):
             raise EngineBusy(
@@ -149,46 +192,32 @@ class SGLangClient(JsonClient):
 
     def ready(self) -> bool:
         """Whether the server answers `/ready`, which runs no forward pass."""
-        try:
-            return self._session().get(f"{self.url}/ready", timeout=(2.0, 5.0)).status_code == 200
-        except requests.RequestException:
-            return False
+        return self._answers("/ready", (2.0, 5.0))
 
     def works(self) -> bool:
         """Whether the server answers `/health_generate`, which runs a forward pass of its own."""
-        try:
-            return self._session().get(f"{self.url}/health_generate", timeout=(2.0, 20.0)).status_code == 200
-        except requests.RequestException:
-            return False
+        return self._answers("/health_generate", (2.0, 20.0))
 
 
-def _unreachable(error: requests.RequestException) -> type[EngineUnreachable]:
-    if isinstance(error, (requests.ConnectTimeout, requests.exceptions.SSLError)):
-        return EngineUnreachable
-    if isinstance(error, requests.Timeout):
-        return EngineSilent
-    cause = error.args[0] if error.args else None
-    never_connected = isinstance(getattr(cause, "reason", None), NewConnectionError)
-    return EngineUnreachable if never_connected or not isinstance(error, requests.ConnectionError) else EngineBroke
-
-
-def _bounded(response: requests.Response, deadline: float) -> bytes:
-    """The body as it comes, up to a bound of bytes and time: a server must neither fill our memory nor drip for ever."""
-    parts, size = list[bytes](), 0
+def _parsed(url: str) -> Url:
     try:
-        while part := response.raw.read1(1 << 16, decode_content=False):
-            size += len(part)
-            if size > MAX_REPLY_BYTES:
-                raise EngineBusy(f"{response.url} answered more than {MAX_REPLY_BYTES} bytes", reason="bad-reply")
-            if time.monotonic() > deadline:
-                raise EngineSilent(f"{response.url} did not end its answer in time")
-            parts.append(part)
-    except TimeoutError as error:
-        raise EngineSilent(f"{response.url} did not end its answer in time") from error
-    except (HTTPError, OSError) as error:
-        kind = EngineSilent if isinstance(error, ReadTimeoutError) else EngineBroke
-        raise kind(f"{response.url} broke off its answer ({type(error).__name__})") from error
-    return b"".join(parts)
+        found = parse_url(url)
+    except LocationParseError:
+        found = Url()
+    if found.scheme not in ("http", "https") or not found.host:
+        raise PreflightRefused(f"{url!r} is no engine's URL; expected http://HOST:PORT", reason="engine-not-there")
+    return found
+
+
+def _unreachable(error: HTTPError) -> type[EngineUnreachable]:
+    if isinstance(error, ReadTimeoutError):
+        return EngineSilent
+    return EngineBroke if isinstance(error, ProtocolError) else EngineUnreachable
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """JSON, in which arrays of numbers are lists."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _message(text: bytes) -> str:

@@ -5,14 +5,11 @@ Source: vLLM 0.32, `/v1/completions`, `/v1/models`, `/version`, `/health`.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-import requests
-
 from drafter_data.engines.base import PrefillReply, PrefillRequest
-from drafter_data.engines.sglang_http import EngineBusy, EngineUnreachable, JsonClient
+from drafter_data.engines.sglang_http import EngineBusy, EngineUnreachable, JsonClient, encoded
 from drafter_data.errors import PreflightRefused, RequestRefused
 
 ID_LABEL = "token_id:"
@@ -56,7 +53,7 @@ class VllmClient(JsonClient):
         """Prefills one prompt. Raises RequestRefused (4xx), EngineBusy (5xx) or EngineUnreachable."""
         body = {
             "model": self._model,
-            "prompt": request.token_ids_s.tolist(),
+            "prompt": request.token_ids_s,
             "max_tokens": 1,
             "temperature": 0,
             "return_token_ids": True,
@@ -66,7 +63,7 @@ class VllmClient(JsonClient):
         label = f"request {request.request_id} ({request.tokens} tokens)"
         sent_at, start = time.time(), time.monotonic()
         headers = {"X-Request-Id": request.request_id}
-        reply = self._json("POST", "/v1/completions", json.dumps(body).encode(), label, headers=headers)
+        reply = self._json("POST", "/v1/completions", encoded(body), label, headers=headers)
         try:
             choice = reply["choices"][0]
             prompt_tokens = len(choice["prompt_token_ids"])
@@ -84,10 +81,7 @@ class VllmClient(JsonClient):
 
     def healthy(self) -> bool:
         """Whether the server answers `/health`."""
-        try:
-            return self._session().get(f"{self.url}/health", timeout=(2.0, 5.0)).status_code == 200
-        except requests.RequestException:
-            return False
+        return self._answers("/health", (2.0, 5.0))
 
 
 def _top_logprobs(choice: dict[str, Any]) -> tuple[tuple[int, float], ...]:

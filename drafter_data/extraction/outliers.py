@@ -41,7 +41,7 @@ def signature_of(states_slh: NDArray[np.generic] | RowsOnDisk, dtype: str) -> ND
 
 
 def _log_sizes(values_rlh: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[R, L], logarithm of each row's root mean square. In single precision: a tenth of the time, and more exact than rows differ."""
+    """[R, L], logarithms of root mean squares. In single precision: a tenth of the time, and more exact than rows differ."""
     square_rl = np.einsum("rlh,rlh->rl", values_rlh, values_rlh).astype(np.float64) / values_rlh.shape[2]
     return np.log(np.sqrt(square_rl) + 1e-30)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -20,7 +21,7 @@ from drafter_data.engines.base import EngineInfo, PrefillReply, PrefillRequest
 from drafter_data.engines.sglang_http import MAX_REPLY_BYTES, EngineUnreachable, SGLangClient
 from drafter_data.engines.vllm import VllmEngine
 from drafter_data.engines.vllm_http import VllmClient
-from drafter_data.errors import DrafterDataError, DumpRejected, SampleError
+from drafter_data.errors import DrafterDataError, DumpRejected, PreflightRefused, RequestRefused, SampleError
 from tests.faults.test_hostile_folder import IDENTITY
 
 REQUEST = PrefillRequest("dd-aaaaaaaa-1", "k", np.arange(16, 22))
@@ -28,7 +29,7 @@ REQUEST = PrefillRequest("dd-aaaaaaaa-1", "k", np.arange(16, 22))
 
 @contextmanager
 def answering(answer: Any) -> Generator[str]:
-    """A server whose POST handler is `answer(handler)`."""
+    """A server whose handler is `answer(handler)`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -39,6 +40,9 @@ def answering(answer: Any) -> Generator[str]:
                 answer(self)
             except OSError:
                 self.close_connection = True
+
+        def do_GET(self) -> None:
+            answer(self)
 
         def log_message(self, *_: object) -> None: ...
 
@@ -150,6 +154,50 @@ def test_reply_of_wrong_types_is_no_token_count_and_no_proof(fields: dict[str, A
         except DrafterDataError as error:
             assert error.reason == "bad-reply"
         client.interrupt()
+
+
+def test_redirect_is_not_followed() -> None:
+    """It may lead anywhere, and a client that follows one repeats a POST as a GET."""
+    reached = threading.Event()
+
+    def elsewhere(handler: BaseHTTPRequestHandler) -> None:
+        reached.set()
+        body(b"{}")(handler)
+
+    def redirecting(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(307)
+        handler.send_header("Location", target)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    with answering(elsewhere) as target, answering(redirecting) as url:
+        client = SGLangClient(url, timeout_seconds=5, top_logprobs=8)
+        with pytest.raises(RequestRefused, match="answered 307"):
+            client.generate(REQUEST)
+        assert not client.ready()
+        client.interrupt()
+    assert not reached.is_set()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://127.0.0.1", "http://", "http://[::1", "", "engine"])
+def test_what_is_no_url_is_said_so(url: str) -> None:
+    with pytest.raises(PreflightRefused, match="expected http://HOST:PORT"):
+        SGLangClient(url, timeout_seconds=5, top_logprobs=8)
+
+
+def test_password_in_the_url_is_sent() -> None:
+    """A proxy before the engine may ask for one."""
+    found = list[str | None]()
+
+    def asking(handler: BaseHTTPRequestHandler) -> None:
+        found.append(handler.headers["Authorization"])
+        body(b"{}")(handler)
+
+    with answering(asking) as url:
+        client = SGLangClient(url.replace("//", "//me:p%40ss@"), timeout_seconds=5, top_logprobs=8)
+        assert client.ready()
+        client.interrupt()
+    assert found == ["Basic " + base64.b64encode(b"me:p@ss").decode()]
 
 
 def test_interrupt_ends_a_request_that_nobody_answers_at_once() -> None:
