@@ -50,9 +50,12 @@ def run_preflight(
     in_flight = in_flight_at_first(extraction.in_flight, info.in_flight_limit)
     longest = int(lengths.max())
     burst = [] if costs.tells_of(in_flight) else burst_lengths(to_come_n, in_flight, spent_tokens=tokens_of_canary(longest))
-    probes = [] if burst else [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
-    figures = canary.run(probes, longest, costs)
+    probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
+    figures = canary.run([] if burst else probes, longest, costs)
     sent = send_burst(canary, engine, burst, in_flight, costs) if burst else None
+    if burst and sent is None:  # one prompt alone would say nothing of other lengths, by which the plan is cut
+        for length in probes:
+            costs.observe(length, canary.ask(canary.prompt(length)).seconds, 1)
     store = Store.open(store_root, info.identity)
     try:
         store.record_canary(CanaryRecord(engine=info.kind, fingerprint=info.fingerprint, figures=figures))

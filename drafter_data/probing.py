@@ -87,7 +87,11 @@ def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight
     prompts = [canary.prompt(length) for length in lengths]
     with ThreadPoolExecutor(in_flight + CHECKED_MEANWHILE) as pool:
         started = time.monotonic()
-        outcomes = list(pool.map(send, prompts))
+        try:
+            outcomes = list(pool.map(send, prompts))
+        except BaseException:
+            engine.interrupt()  # or the pool would wait for each reply
+            raise
     failed = [outcome for outcome in outcomes if isinstance(outcome, np.ndarray)]
     for ids_s in failed:
         canary.ask(ids_s)

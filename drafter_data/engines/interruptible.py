@@ -64,9 +64,10 @@ class OpenSockets:
         class SecurePool(HTTPSConnectionPool):
             ConnectionCls = Secure  # pyright: ignore[reportAssignmentType]
 
+        # Named always: without a port http.client takes what follows the last colon of an IPv6 address for one.
         if url.scheme == "https":
-            return SecurePool(url.host or "", url.port, maxsize=MOST_KEPT_ALIVE, ca_certs=where())
-        return PlainPool(url.host or "", url.port, maxsize=MOST_KEPT_ALIVE)
+            return SecurePool(url.host or "", url.port or 443, maxsize=MOST_KEPT_ALIVE, ca_certs=where())
+        return PlainPool(url.host or "", url.port or 80, maxsize=MOST_KEPT_ALIVE)
 
 
 def _shut_down(opened: socket.socket) -> None:

@@ -16,7 +16,7 @@ ID_LABEL = "token_id:"
 
 
 class VllmClient(JsonClient):
-    """One base URL; a connection a thread, kept alive."""
+    """vLLM's API."""
 
     def __init__(self, url: str, *, timeout_seconds: float, top_logprobs: int) -> None:
         super().__init__(url, timeout_seconds=timeout_seconds)

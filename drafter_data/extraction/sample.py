@@ -79,6 +79,7 @@ class SampleExtractor:
         self._limits = limits
         self._costs = costs
         self._outliers = outliers
+        self._expected_lh = (len(store.identity.layers), store.identity.hidden_size)
         self._labels_lack = not engine.describe().labelled
         self.stop = Event()
         self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
@@ -169,7 +170,7 @@ class SampleExtractor:
         """States that are unlike the store's others, and the first ones of a store, are compared with those of the beginning of
         their prompt: a causal model gives that the same states, mixed rows or axes do not. Raises DumpRejected.
         """
-        if dump.states_slh.ndim != 3 or len(dump.states_slh) != work.tokens or dump.states_slh.shape[1] < 2:
+        if dump.states_slh.shape != (work.tokens, *self._expected_lh) or self._expected_lh[0] < 2:
             return  # commit says what is wrong with it
         with np.errstate(all="ignore"):
             signature = signature_of(dump.states_slh, dump.dtype)

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from urllib3.util import parse_url
 
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.engines.base import EngineInfo, PrefillReply, PrefillRequest
+from drafter_data.engines.interruptible import OpenSockets
 from drafter_data.engines.sglang_http import MAX_REPLY_BYTES, EngineUnreachable, SGLangClient
 from drafter_data.engines.vllm import VllmEngine
 from drafter_data.engines.vllm_http import VllmClient
@@ -183,6 +185,13 @@ def test_redirect_is_not_followed() -> None:
 def test_what_is_no_url_is_said_so(url: str) -> None:
     with pytest.raises(PreflightRefused, match="expected http://HOST:PORT"):
         SGLangClient(url, timeout_seconds=5, top_logprobs=8)
+
+
+@pytest.mark.parametrize(("url", "port"), [("http://[::1]", 80), ("https://[::1]/x", 443), ("http://[::1]:30000", 30000)])
+def test_address_of_ipv6_has_its_port(url: str, port: int) -> None:
+    """http.client would take what follows its last colon for one."""
+    connection = OpenSockets().pool(parse_url(url))._new_conn()
+    assert (connection.host, connection.port) == ("::1", port)
 
 
 def test_password_in_the_url_is_sent() -> None:
