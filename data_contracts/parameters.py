@@ -190,7 +190,7 @@ class ExtractionParameters(Parameters):
     """How chunks are cut, sent, retried and judged."""
 
     in_flight: int = Field(
-        default=64, ge=1, le=512, title="Requests in flight", description="At most; grows up to it while throughput does."
+        default=64, ge=1, le=512, title="Requests in flight", description="At most; the run finds how many within it are fastest."
     )
     chunk_samples: int = Field(
         default=200, ge=1, le=10_000, title="Samples a chunk", description="About; chunks have equal predicted cost."

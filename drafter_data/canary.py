@@ -79,7 +79,8 @@ class Canary:
         self._checkpoint = checkpoint
         self._timeout = min(dump_timeout_seconds, MOST_DUMP_SECONDS)
         self._random = random.Random(f"canary{seed}")  # noqa: S311 - a seeded choice
-        self._requests = 0
+        self.sent: list[int] = []
+        """Tokens of each request."""
         self.repeated: list[str] = []
         """Reasons of requests that had to be asked again."""
         try:
@@ -92,7 +93,6 @@ class Canary:
 
         Feeds the cost model. Raises PreflightRefused, with what to change, when anything is not as sent.
         """
-        start, tokens = time.monotonic(), 0
         short = min(PROMPT_TOKENS, longest)
         prompt = self.prompt(short)
         first, second = self.ask(prompt), self.ask(prompt)
@@ -100,20 +100,24 @@ class Canary:
         self._check_beginning(prompt, first)
         self._check_reference(prompt, first)
         self._pair(short)
-        answers = [first, second]
-        for length in sorted({*lengths, longest}):
-            answers.append(answer := self.ask(self.prompt(length)))
-            costs.observe(length, answer.seconds, 1)
-            tokens += length
-        proofs = [answer.proof_error for answer in answers if answer.proof_error is not None]
+        alone = self.observe(sorted({*lengths, longest}), costs)
+        proofs = [answer.proof_error for answer in (first, second, *alone) if answer.proof_error is not None]
         return CanaryFigures(
-            requests=self._requests,
+            requests=len(self.sent),
             longest_tokens=longest,
             repeat_error=error,
             tolerance=max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error),
             proof_error=max(proofs) if proofs else None,
-            tokens_per_second=tokens / max(sum(answer.seconds for answer in answers[2:]), time.monotonic() - start, 1e-9),
+            tokens_per_second=sum({*lengths, longest}) / max(sum(answer.seconds for answer in alone), 1e-9),
         )
+
+    def observe(self, lengths: Sequence[int], costs: CostModel) -> list[Answer]:
+        """A prompt of each length, one at a time, and what each took told to the cost model."""
+        answers = list[Answer]()
+        for length in lengths:
+            answers.append(answer := self.ask(self.prompt(length)))
+            costs.observe(length, answer.seconds, 1)
+        return answers
 
     def _check_repeat(self, first: Answer, second: Answer) -> float:
         """How far two runs of one prompt are apart."""
@@ -191,11 +195,11 @@ class Canary:
 
     def ask_once(self, ids_s: NDArray[np.int64], slot: AbstractContextManager[object] | None = None) -> Answer:
         """The same, once; `slot` is held until the dump is claimed."""
-        self._requests += 1
         request = PrefillRequest(self._engine.new_request_id(), "canary", ids_s)
         label = f"canary prompt of {len(ids_s)} tokens"
         try:
             with slot or nullcontext():
+                self.sent.append(len(ids_s))
                 reply = self._engine.send(request)
                 answered_at = time.monotonic()
                 check_reply(request, reply)

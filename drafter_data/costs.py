@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class CostModel:
         self._last_finish: float | None = None
         self._begun: float | None = None
         self._earliest = -math.inf
+        self.on_window: Callable[[CostWindow], None] | None = None
+        """Told of each window of requests that ended (under the lock)."""
         self._first = next((window for window in reversed(windows) if window.filling), None)
         self._lock = threading.Lock()
 
@@ -174,6 +176,8 @@ class CostModel:
 
     def _keep(self, window: CostWindow) -> None:
         self._windows.append(window)
+        if self.on_window is not None:
+            self.on_window(window)
         if len(self._windows) > MAX_WINDOWS:
             older = len(self._windows) // 2
             self._windows[:older] = self._windows[:older:2]
@@ -240,6 +244,12 @@ class CostModel:
             if expected < first.seconds <= PAUSE * expected:  # beyond, it held a pause
                 ahead = first.seconds - expected
         return max(now - last, 0.0) + ahead
+
+    def expected_seconds(self, windows: Sequence[CostWindow]) -> Floats:
+        """Wall seconds that windows of these requests and lengths take by all that is known, whatever the number in flight."""
+        fit = self.fit()
+        coefficients_3 = (fit.fixed_seconds, fit.linear_seconds_per_token, fit.quadratic_seconds_per_token2)
+        return np.array([_work_of(window) for window in windows]) @ np.array(coefficients_3)
 
     @property
     def usual_in_flight(self) -> int:

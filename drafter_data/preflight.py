@@ -17,8 +17,9 @@ from drafter_data.costs import CostModel, costs_path
 from drafter_data.dataset import Dataset
 from drafter_data.engines.base import Engine, EngineInfo
 from drafter_data.errors import InputError, PreflightRefused
+from drafter_data.extraction.tuning import first_in_flight
 from drafter_data.files import existing_parent
-from drafter_data.probing import burst_lengths, in_flight_at_first, send_burst
+from drafter_data.probing import burst_lengths, send_burst
 from drafter_data.store.store import RECORD_FILE, Store
 
 PROBE_QUANTILES = (0.05, 0.3, 0.55, 0.8, 0.97)
@@ -47,15 +48,15 @@ def run_preflight(
     _check_dump_folder(engine, info, int(lengths.max()))
     swept = engine.sweep()
     canary = Canary(engine, checkpoint, dump_timeout_seconds=extraction.dump_timeout_seconds, seed=seed)
-    in_flight = in_flight_at_first(extraction.in_flight, info.in_flight_limit)
+    in_flight = first_in_flight(to_come_n, min(extraction.in_flight, info.in_flight_limit))
     longest = int(lengths.max())
     burst = [] if costs.tells_of(in_flight) else burst_lengths(to_come_n, in_flight, spent_tokens=tokens_of_canary(longest))
     probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
     figures = canary.run([] if burst else probes, longest, costs)
     sent = send_burst(canary, engine, burst, in_flight, costs) if burst else None
     if burst and sent is None:  # one prompt alone would say nothing of other lengths, by which the plan is cut
-        for length in probes:
-            costs.observe(length, canary.ask(canary.prompt(length)).seconds, 1)
+        canary.observe(probes, costs)
+    figures = figures.model_copy(update={"requests": len(canary.sent)})
     store = Store.open(store_root, info.identity)
     try:
         store.record_canary(CanaryRecord(engine=info.kind, fingerprint=info.fingerprint, figures=figures))

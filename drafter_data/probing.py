@@ -6,8 +6,9 @@ Prompts one at a time say little of that: an engine serves those that wait toget
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from drafter_data.costs import CostModel
 from drafter_data.engines.base import Engine
 from drafter_data.errors import PreflightRefused
 from drafter_data.extraction.session import DUMP_SHARE
-from drafter_data.extraction.tuning import FIRST
 from drafter_data.extraction.window import Window
 
 MOST_SHARE = 0.01
@@ -27,12 +27,18 @@ MOST_SHARE = 0.01
 MOST_TOKENS = 200_000
 MOST_SECONDS = 10.0
 """Nothing more is sent after that; what is out is waited for."""
+MOST_ASKED_AGAIN = 4
+"""Of the prompts that failed in a burst: what fails alone as well is no matter of their number."""
 MOST_ROUNDS = 4
 """Prompts for each place in flight: that many pass after the first ones, which find the engine idle."""
 FEWEST = 4
 CHECKED_MEANWHILE = 4
 """Dumps that are checked while their places in flight are taken again."""
 GOLDEN = 0.6180339887
+
+
+class _TooLate(Exception):
+    """A prompt's turn came after the time for all of them."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,6 @@ def burst_lengths(lengths_n: NDArray[Any], in_flight: int, *, spent_tokens: int)
     return [int(value) for value in spread_n[:count]] if count >= FEWEST else []
 
 
-def in_flight_at_first(asked: int, engine_limit: int) -> int:
-    """Requests in flight when a run begins."""
-    return min(asked, engine_limit, FIRST)
-
-
 def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight: int, costs: CostModel) -> Burst | None:
     """Sends prompts of these lengths, checks every dump, and tells the cost model. None where one had to be asked for again: the
     time then holds more than these prompts. Raises PreflightRefused for one that fails alone as well.
@@ -73,13 +74,20 @@ def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight
     )
     started = time.monotonic()
 
+    @contextmanager
+    def slot_in_time(tokens: int) -> Generator[None]:
+        with window.slot(tokens):
+            if time.monotonic() - started > MOST_SECONDS:
+                raise _TooLate
+            yield
+
     def send(ids_s: NDArray[np.int64]) -> tuple[int, float] | NDArray[np.int64] | None:
         """(tokens, when it was answered), the prompt where it failed, None where it was not sent."""
         with window.space(len(ids_s) * info.identity.bytes_per_token):
-            if time.monotonic() - started > MOST_SECONDS:
-                return None
             try:
-                return len(ids_s), canary.ask_once(ids_s, window.slot(len(ids_s))).answered_at
+                return len(ids_s), canary.ask_once(ids_s, slot_in_time(len(ids_s))).answered_at
+            except _TooLate:
+                return None
             except PreflightRefused as error:
                 canary.repeated.append(error.reason.removeprefix("canary-"))
                 return ids_s
@@ -93,7 +101,7 @@ def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight
             engine.interrupt()  # or the pool would wait for each reply
             raise
     failed = [outcome for outcome in outcomes if isinstance(outcome, np.ndarray)]
-    for ids_s in failed:
+    for ids_s in failed[:MOST_ASKED_AGAIN]:
         canary.ask(ids_s)
     answered = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
     if failed or len(answered) < FEWEST:

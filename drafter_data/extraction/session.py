@@ -28,7 +28,7 @@ from drafter_data.extraction.outliers import Outliers, signature_of
 from drafter_data.extraction.progress import Progress, Snapshot
 from drafter_data.extraction.rechecks import Anchors
 from drafter_data.extraction.sample import SampleExtractor, SampleLimits
-from drafter_data.extraction.tuning import CONTROL_FILE, FIRST, InFlightTuner
+from drafter_data.extraction.tuning import CONTROL_FILE, InFlightTuner, first_in_flight
 from drafter_data.extraction.window import Window
 from drafter_data.planning import MissingSamples, load_plan, missing_samples
 from drafter_data.store.store import Store
@@ -80,9 +80,11 @@ class ExtractionSession:
         self.bytes_per_token = info.identity.bytes_per_token
         self.costs_path = costs_path(settings.store, info.fingerprint)
         self.costs = CostModel.load(self.costs_path)
+        missing = missing_samples(self.store, self.plan)
         bound = min(settings.in_flight, info.in_flight_limit)
+        first = first_in_flight(missing.tokens_n, bound)
         self.window = Window(
-            requests=min(bound, FIRST),
+            requests=first,
             lengths_must_differ=info.lengths_must_differ,
             most_bytes=max(int(self.engine.free_bytes() * DUMP_SHARE), 1),
         )
@@ -103,16 +105,17 @@ class ExtractionSession:
         )
         self._in_a_row = 0
         self._lock = threading.Lock()
-        missing = missing_samples(self.store, self.plan)
         self._missing_by_length = np.bincount(missing.tokens_n, minlength=1)
         self.progress = self._progress(missing)
         self._tuner = InFlightTuner(
             self.window,
             settings.store / CONTROL_FILE,
+            first=first,
             bound=bound,
             engine_limit=min(info.in_flight_limit, bound + COMMIT_THREADS),
-            done=lambda: (self.progress.done, self.progress.done_tokens),
+            expected_seconds=self.costs.expected_seconds,
         )
+        self.costs.on_window = self._tuner.took
 
     def _progress(self, missing: MissingSamples) -> Progress:
         total, tokens = sum(chunk.samples for chunk in self.plan.chunks), sum(chunk.tokens for chunk in self.plan.chunks)
@@ -154,7 +157,7 @@ class ExtractionSession:
             counts = np.maximum(self._missing_by_length, 0)  # another host may have brought some of ours
         remaining = np.repeat(np.arange(len(counts)), counts)
         now = time.monotonic() if self.window.in_flight else None
-        return self.costs.forecast(remaining, in_flight=self.window.limit, bytes_per_token=self.bytes_per_token, now=now)
+        return self.costs.forecast(remaining, in_flight=self._tuner.settled, bytes_per_token=self.bytes_per_token, now=now)
 
     def snapshot(self) -> Snapshot:
         """The run now."""

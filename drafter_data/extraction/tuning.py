@@ -1,4 +1,4 @@
-"""How many requests are in flight: more while that brings more tokens a second, or what a person says while the run goes on.
+"""How many requests are in flight: what brings most work a second, or what a person says while the run goes on.
 
 `STORE/in-flight` holds a number: then that many, up to what the engine and the threads at hand allow. Without the file, or with
 anything else in it: automatic, up to the run's own bound. The dump folder bounds the bytes in flight in any case (window.py).
@@ -6,38 +6,80 @@ anything else in it: automatic, up to the run's own bound. The dump folder bound
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_data.costs import CostWindow
 from drafter_data.extraction.window import Window
 
 CONTROL_FILE = "in-flight"
-FIRST = 32
-"""Enough for most engines, so that a short run has nothing to find out."""
-GAIN = 1.03
-"""A step that brings less is taken back: more in flight only means more bytes in the dump folder and longer requests."""
+FIRST_TOKENS, MOST_AT_FIRST = 16_384, 32
+"""In flight at first: what fills two passes of the usual 8,192 tokens, one that is served and one that waits."""
+GAIN = 1.02
+"""Another number must bring that much more: work a second alone decides, and hosts have better and worse moments."""
+UP, DOWN = 2, 4
+"""Fewer are rarely faster, and then by little a step: a large step shows it."""
 LOOK_SECONDS = 0.25
-MEASURE_SECONDS = 1.0
-HOLD_SECONDS = 60.0
+BLOCK_SECONDS, BLOCK_WINDOWS = 1.5, 2
+"""A number is looked at for at least that much work, and until as many requests as it names were answered."""
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 8
+"""Of both numbers together. A gain that shows in one block each may be the host's better moment, unless it is as large as this."""
+PLAIN_GAIN = 0.2
+NOISE = 0.05
+"""Seconds a root second, by which the same work varies at least (as in cost_fit.py)."""
+SURE_OF_GAIN, SURE_OF_LOSS = 2.0, 1.0
+"""Standard errors. A number that is given up too early is tried again later."""
+HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 960.0
+SAME_NUMBER = 0.75
+"""Windows with more than that share of a number in flight count as of it."""
+
+
+def first_in_flight(lengths_n: NDArray[Any], bound: int) -> int:
+    """Requests in flight when a run over prompts of these lengths begins; `bound` is the most it may have."""
+    mean = float(lengths_n.mean()) if len(lengths_n) else FIRST_TOKENS
+    return max(1, min(2 ** round(math.log2(max(2.0, FIRST_TOKENS / mean))), MOST_AT_FIRST, bound))
 
 
 class InFlightTuner:
     """Looks every quarter of a second, in a thread of its own, until it is closed."""
 
     def __init__(
-        self, window: Window, control: Path, *, bound: int, engine_limit: int, done: Callable[[], tuple[int, int]]
+        self,
+        window: Window,
+        control: Path,
+        *,
+        first: int,
+        bound: int,
+        engine_limit: int,
+        expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]],
     ) -> None:
-        """`bound` is the most that is tried by itself, `done` gives (samples, tokens) brought so far."""
+        """`bound` is the most that is tried by itself; `expected_seconds` says of windows what their lengths make them take."""
         self._window = window
         self._control = control
-        self._bound, self._engine_limit = min(bound, engine_limit), engine_limit
-        self._done = done
-        self._climb = _Climb(min(FIRST, self._bound), self._bound)
+        self._engine_limit = engine_limit
+        self._search = _Search(first, min(bound, engine_limit), expected_seconds)
+        self._asked: int | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="in-flight", daemon=True)
         self._thread.start()
+
+    def took(self, window: CostWindow) -> None:
+        """Takes in requests that were answered (cost model)."""
+        self._search.came.append(window)
+
+    @property
+    def settled(self) -> int:
+        """The number that the run goes on with as far as is known, whatever is tried just now."""
+        return self._search.home if self._asked is None else self._asked
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
@@ -45,13 +87,11 @@ class InFlightTuner:
 
     def decide(self, now: float) -> int:
         """The limit from now on."""
-        asked = self._asked()
-        if asked is not None:
-            return max(1, min(asked, self._engine_limit))
-        samples, tokens = self._done()
-        return self._climb.limit_after(now, samples, tokens)
+        asked = self._read()
+        self._asked = None if asked is None else max(1, min(asked, self._engine_limit))
+        return self._search.limit_at(now) if self._asked is None else self._asked
 
-    def _asked(self) -> int | None:
+    def _read(self) -> int | None:
         try:
             text = self._control.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
@@ -64,38 +104,116 @@ class InFlightTuner:
         self._thread.join()
 
 
-class _Climb:
-    """Doubles while each step brings at least `GAIN`; takes the last step back where it did not, and tries again later."""
+@dataclass
+class _Direction:
+    """More, or fewer: not tried again before `rest_until`."""
 
-    def __init__(self, first: int, bound: int) -> None:
-        self._limit, self._bound = first, bound
-        self._before: tuple[int, float] | None = None
-        self._held_until = 0.0
-        self._fills: int | None = None
-        self._start: tuple[float, int, int] | None = None
+    step: Callable[[int], int]
+    rest_until: float = -math.inf
+    hold: float = HOLD_SECONDS
 
-    def limit_after(self, now: float, samples: int, tokens: int) -> int:
-        """Takes the counts at a moment; returns the limit to use next."""
-        if now < self._held_until or (self._before is None and self._limit == self._bound):
-            return self._limit
-        if self._fills is None:
-            self._fills = samples + self._limit  # a limit shows once requests of the one before have gone through
-        if samples < self._fills:
-            return self._limit
-        if self._start is None:
-            self._start = (now, samples, tokens)
-        seconds = now - self._start[0]
-        if seconds < MEASURE_SECONDS or samples - self._start[1] < 2 * self._limit:
-            return self._limit
-        self._settle((tokens - self._start[2]) / seconds, now)
-        self._fills = self._start = None
-        return self._limit
+    def rest(self, now: float) -> None:
+        self.rest_until = now + self.hold
+        self.hold = min(2 * self.hold, LONGEST_HOLD_SECONDS)
 
-    def _settle(self, rate: float, now: float) -> None:
-        if self._before is not None and rate < GAIN * self._before[1]:
-            self._limit, self._before, self._held_until = self._before[0], None, now + HOLD_SECONDS
-        elif self._limit < self._bound:
-            self._before = (self._limit, rate)
-            self._limit = min(2 * self._limit, self._bound)
+
+@dataclass
+class _Comparison:
+    """Blocks of windows of the number at home and of another, by turns, so that a host's better minute favours neither."""
+
+    direction: _Direction
+    trial: int
+    patience: float
+    blocks: int = 1
+    home_windows: list[CostWindow] = field(default_factory=list[CostWindow])
+    trial_windows: list[CostWindow] = field(default_factory=list[CostWindow])
+
+
+class _Search:
+    """Compares the number at home with more, and with fewer; moves to what brings more work a second, and rests where neither
+    does.
+    """
+
+    def __init__(self, first: int, bound: int, expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]]) -> None:
+        self.home = self._on = first
+        self.came = deque[CostWindow]()
+        self._expected_seconds = expected_seconds
+        self._unheard = 2 * first
+        """Requests whose windows are not looked at: a store's first samples send further requests beside them."""
+        self._directions = [
+            _Direction(lambda home: min(UP * home, bound)),
+            _Direction(lambda home: max(home // DOWN, 1)),
+        ]
+        self._comparison: _Comparison | None = None
+        self._turn_to(first, 0.0)
+
+    def _turn_to(self, number: int, now: float) -> None:
+        self._on, self._began = number, now
+        self._block = list[CostWindow]()
+
+    def limit_at(self, now: float) -> int:
+        """Takes in what came; returns the number to use next."""
+        while self.came:
+            window = self.came.popleft()
+            if self._unheard > 0:
+                self._unheard -= window.requests
+            elif not window.filling and SAME_NUMBER * self._on < window.in_flight <= self._on:
+                self._block.append(window)
+        whole = (
+            len(self._block) >= BLOCK_WINDOWS
+            and sum(window.seconds for window in self._block) >= BLOCK_SECONDS
+            and sum(window.requests for window in self._block) >= self._on
+        )
+        if self._comparison is None:
+            self._may_begin(now, whole=whole)
+        elif whole:
+            self._weigh(self._comparison, now)
+        elif now - self._began > self._comparison.patience:
+            self._settle(self._comparison, now, accepted=False)  # so many never are in flight: something else bounds them
+        return self._on
+
+    def _may_begin(self, now: float, *, whole: bool) -> None:
+        direction = next((one for one in self._directions if one.step(self.home) != self.home and now >= one.rest_until), None)
+        if direction is None:
+            self._turn_to(self.home, now)  # what comes later is compared with this number as it is then
+        elif whole:
+            self._comparison = _Comparison(
+                direction, direction.step(self.home), 5.0 + 4 * (now - self._began), home_windows=self._block
+            )
+            self._turn_to(self._comparison.trial, now)
+
+    def _weigh(self, comparison: _Comparison, now: float) -> None:
+        at_home = self._on == self.home
+        (comparison.home_windows if at_home else comparison.trial_windows).extend(self._block)
+        comparison.blocks += 1
+        gain, error = self._gain(comparison)
+        seen_enough = comparison.blocks >= FEWEST_BLOCKS or gain > PLAIN_GAIN
+        if (seen_enough and gain > SURE_OF_GAIN * error) or gain < -SURE_OF_LOSS * error or comparison.blocks >= MOST_BLOCKS:
+            self._settle(comparison, now, accepted=gain > 0)
         else:
-            self._before = None
+            self._turn_to(comparison.trial if at_home else self.home, now)
+
+    def _gain(self, comparison: _Comparison) -> tuple[float, float]:
+        """Logarithm of how much more work a second the trial brings than `GAIN` times home, and its standard error."""
+        rates, square, variance, windows = list[float](), 0.0, 0.0, 0
+        for of in (comparison.home_windows, comparison.trial_windows):
+            seconds_w, expected_w = np.array([window.seconds for window in of]), self._expected_seconds(of)
+            rates.append(max(float(expected_w.sum() / seconds_w.sum()), 1e-9))
+            at_this_rate_w = np.maximum(expected_w / rates[-1], 1e-9)
+            square += float(np.sum(np.square(seconds_w - at_this_rate_w) / at_this_rate_w))
+            variance += 1 / float(seconds_w.sum())
+            windows += len(of)
+        return math.log(rates[1] / rates[0] / GAIN), max(NOISE, math.sqrt(square / windows)) * math.sqrt(variance)
+
+    def _settle(self, comparison: _Comparison, now: float, *, accepted: bool) -> None:
+        if accepted:
+            self.home = comparison.trial
+            for one in self._directions:
+                one.hold = HOLD_SECONDS
+                if one is not comparison.direction:
+                    one.rest(now)  # that is where it came from
+            self._directions.sort(key=lambda one: one is not comparison.direction)
+        else:
+            comparison.direction.rest(now)
+        self._comparison = None
+        self._turn_to(self.home, now)

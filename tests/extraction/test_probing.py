@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.world import RAM_DISK, make_dataset, timed_engine, work_folder
 from data_contracts.parameters import ExtractionParameters
 from data_contracts.preflight import PreflightReport
+from drafter_data import probing
 from drafter_data.canary import PROMPT_TOKENS
 from drafter_data.costs import CostHistory, CostModel, CostWindow, costs_path
 from drafter_data.dataset import Dataset
@@ -25,8 +27,8 @@ from drafter_data.errors import DumpMissing, PreflightRefused
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over
 from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.planning import missing_samples
-from drafter_data.preflight import run_preflight
-from drafter_data.probing import burst_lengths
+from drafter_data.preflight import PROBE_QUANTILES, run_preflight
+from drafter_data.probing import MOST_ASKED_AGAIN, burst_lengths
 from tests.support.datasets import random_prompts, write_dataset
 from tests.support.engines import RunningEngine, running_engine
 
@@ -45,6 +47,7 @@ class Watched:
         self._lock = threading.Lock()
         self._open = list[int]()
         self.seen = list[list[int]]()
+        self.interrupted = threading.Event()
         self.fail: Callable[[list[list[int]]], None] = _never
 
     def __getattr__(self, name: str) -> Any:
@@ -52,6 +55,10 @@ class Watched:
 
     def describe(self) -> EngineInfo:
         return replace(self._engine.describe(), fingerprint="watched")
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+        self._engine.interrupt()
 
     def free_bytes(self) -> int:
         return self._engine.free_bytes() if self._free_bytes is None else self._free_bytes
@@ -77,6 +84,7 @@ def probed(running: RunningEngine, dataset: Dataset, store: Path, in_flight: int
     kind = "sglang-unlabelled" if limits.pop("unlabelled", False) else "embedded"
     watched = Watched(connect(running.parameters(kind=kind), request_timeout_seconds=60), limits.pop("free_bytes", None))
     watched.fail = limits.pop("fail", watched.fail)
+    limits.pop("made", lambda _: None)(watched)
     try:
         report = run_preflight(cast("Engine", watched), dataset, store, ExtractionParameters(in_flight=in_flight, **limits))
     finally:
@@ -192,6 +200,53 @@ def test_burst_probe_that_fails_once_is_asked_again_alone_and_its_burst_says_not
     found = windows(tmp_path / "store")
     assert {window.in_flight for window in found} == {1}
     assert sum(window.requests for window in found) > 1, "one length says nothing of others"
+
+
+def test_burst_whose_probes_all_fail_asks_few_of_them_again(small_model: Path, many: Dataset, tmp_path: Path) -> None:
+    """Each is asked for alone: of a hundred, on a slow engine, that would take as long as the first chunk."""
+
+    def fail_together(seen: list[list[int]]) -> None:
+        if len(seen[-1]) > 2:
+            raise DumpMissing("lost")
+
+    with running_engine(small_model) as engine:
+        watched, report = probed(engine, many, tmp_path / "store", 8, fail=fail_together)
+    last_burst = max(place for place, one in enumerate(watched.seen) if len(one) > 1)
+    assert sum(len(one) > 2 for one in watched.seen) > 8
+    assert len(watched.seen) - last_burst - 1 <= MOST_ASKED_AGAIN + len(PROBE_QUANTILES)
+    assert report.canary.requests == len(watched.seen)
+
+
+def test_burst_sends_nothing_more_once_its_time_is_over(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one length only, unlabelled, all wait for each other: their turns come long after they began to wait."""
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(2500, 30, 30, seed=13))
+    monkeypatch.setattr(probing, "MOST_SECONDS", 0.2)
+    with running_engine(small_model, *ONE_LENGTH_APART) as engine:
+        watched, _ = probed(engine, dataset, tmp_path / "store", 16, unlabelled=True)
+    assert watched.widest() == 1
+    assert len(watched.seen) < 20, "64 prompts were to be sent"
+
+
+def test_interrupt_ends_a_burst_at_once(small_model: Path, many: Dataset, tmp_path: Path) -> None:
+    """Its requests wait for the engine, up to their whole time limit, unless they are broken off."""
+    engines = list[Watched]()
+
+    def wait(seen: list[list[int]]) -> None:
+        if len(seen[-1]) == 4:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if len(seen[-1]) > 2:
+            assert engines[0].interrupted.wait(20)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with running_engine(small_model) as engine:
+            started = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                probed(engine, many, tmp_path / "store", 4, fail=wait, made=engines.append)
+            assert time.monotonic() - started < 10
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "store").exists()
 
 
 def test_burst_probe_that_fails_alone_as_well_refuses_and_writes_nothing(small_model: Path, many: Dataset, tmp_path: Path) -> None:
