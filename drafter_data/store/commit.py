@@ -56,7 +56,9 @@ def written_state(
         if dump.whole_file and _link(dump.whole_file[0], temporary):
             descriptor = dump.whole_file[0]
             start_writeback(descriptor, 0, 0)  # 0: to its end
-            hash_and_check(dump.states_slh, dump.dtype, digest, label, Room())
+            room = Room()
+            hash_and_check(dump.states_slh, dump.dtype, digest, label, room)
+            room.give_back()
             dump.leave()
             os.pwrite(descriptor, head, 0)
             os.fchmod(descriptor, STATE_MODE)
@@ -66,6 +68,7 @@ def written_state(
             writer.write(head + ids)
             hash_and_check(dump.states_slh, dump.dtype, digest, label, writer)
             writer.finish()
+            writer.give_back()
         yield WrittenState(temporary, final, descriptor, size, digest.hexdigest())
     except BaseException:
         temporary.unlink(missing_ok=True)

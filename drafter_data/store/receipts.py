@@ -42,6 +42,16 @@ class ReceiptLine:
         return not self.text.endswith(b"\n")
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A line that this writer has appended, where, and the key of its receipt; None for other lines."""
+
+    path: Path
+    start: int
+    size: int
+    key: bytes | None
+
+
 class ReceiptLog:
     """All receipts of a store. The index holds 20-byte keys and file positions, about 200 bytes a receipt; lines stay on disk."""
 
@@ -57,7 +67,7 @@ class ReceiptLog:
         self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
-        self._unsynced: dict[int, Path] = {}
+        self._unsynced: dict[int, list[_Written]] = {}
         self._written = self._synced = 0
         self._lost_from: int | None = None
 
@@ -149,7 +159,7 @@ class ReceiptLog:
 
     def write(self, receipt: Receipt) -> None:
         """Appends one line, which counts once `sync` has returned. Raises OSError, and then the file ends in whole lines."""
-        self._write(receipt.chunk or "loose", receipt.model_dump_json())
+        self._write(receipt.chunk or "loose", receipt.model_dump_json(), bytes.fromhex(receipt.state_key))
 
     def sync(self) -> None:
         """Returns once every line written so far is on disk and indexed. Raises OSError when any of them may be lost."""
@@ -195,14 +205,15 @@ class ReceiptLog:
     def _append(self, prefix: str, record: str) -> None:
         self._wait_for(self._write(prefix, record))
 
-    def _write(self, prefix: str, record: str) -> int:
-        """Writes a line, or lines; returns its number, to wait for."""
+    def _write(self, prefix: str, record: str, key: bytes | None = None) -> int:
+        """Writes a line, or lines; returns its number, to wait for. `key`: of the state whose receipt it is."""
+        line = record.encode() + b"\n"
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
-            _write_whole(descriptor, record.encode() + b"\n")
+            start = _write_whole(descriptor, line)
             self._written += 1
-            self._unsynced[descriptor] = path
+            self._unsynced.setdefault(descriptor, []).append(_Written(path, start, len(line), key))
             return self._written
 
     def _wait_for(self, number: int) -> None:
@@ -228,9 +239,19 @@ class ReceiptLog:
             self._lost_from = first  # pages that an fsync failed for may be gone: no later fsync of this writer proves anything
             raise
         with self._lock:
-            for written in batch.values():
-                self._read_new(written)
+            for lines in batch.values():
+                for line in lines:
+                    self._index(line)
         self._synced = upto
+
+    def _index(self, line: _Written) -> None:
+        """Takes in a line of ours as `_read_new` would."""
+        number = self._number_of(line.path.name)
+        if line.key is None or self._read_bytes.get(number, 0) != line.start:
+            self._read_new(line.path)
+            return
+        self._put(line.key, number << _OFFSET_BITS | line.start)
+        self._read_bytes[number] = line.start + line.size
 
     def _handle(self, path: Path) -> int:
         """The descriptor of one of our files (under the lock); the oldest is closed when there are many."""
@@ -264,8 +285,8 @@ def _key_of(line: bytes) -> bytes | None:
         return None
 
 
-def _write_whole(descriptor: int, line: bytes) -> None:
-    """Appends a line whole or not at all: a full disk may take only its beginning. Raises OSError."""
+def _write_whole(descriptor: int, line: bytes) -> int:
+    """Appends a line whole or not at all: a full disk may take only its beginning. Returns where it begins. Raises OSError."""
     end = os.fstat(descriptor).st_size
     try:
         written = os.write(descriptor, line)
@@ -275,3 +296,4 @@ def _write_whole(descriptor: int, line: bytes) -> None:
     if written != len(line):
         os.ftruncate(descriptor, end)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return end

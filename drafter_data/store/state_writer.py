@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
+from contextlib import suppress
 from pathlib import Path
 
 from drafter_data.files import start_writeback
@@ -27,22 +27,28 @@ WRITEBACK_BYTES = 8 << 20
 """Through the page cache the disk is set to work every so many bytes, while the next ones are checked."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
-_of_thread = threading.local()
+_spare: list[memoryview] = []
+"""The last one given back is taken first: it is in the cache still. As many as there are threads would have to be cleared first."""
 
 
 class Room:
-    """Memory that blocks are read into, one after the other: this thread's, so that it stays in the cache. One at a time."""
+    """Memory that blocks are read into, one after the other. What is not given back at the end is lost to the next one only."""
 
     def __init__(self) -> None:
-        self._buffer = _thread_buffer(2 * WRITE_BYTES)
+        self._buffer = _buffer(2 * WRITE_BYTES)
         self._filled = 0
+
+    def give_back(self) -> None:
+        """Lets the next one have the memory; none of it may be in use any more."""
+        _spare.append(self._buffer)
+        self._buffer = memoryview(b"")
 
     def room(self, size: int) -> memoryview:
         """Room for the next `size` bytes; good until `took`."""
         needed = self._filled + size
         if needed > len(self._buffer):
             kept = bytes(self._buffer[: self._filled])
-            self._buffer = _thread_buffer(needed)
+            self._buffer = _buffer(needed)
             self._buffer[: len(kept)] = kept
         return self._buffer[self._filled : needed]
 
@@ -100,12 +106,13 @@ class StateWriter(Room):
             self._started = self._written
 
 
-def _thread_buffer(size: int) -> memoryview:
-    """This thread's memory, which begins at a page, of at least `size` bytes."""
-    buffer: memoryview | None = getattr(_of_thread, "buffer", None)
-    if buffer is None or len(buffer) < size:
-        buffer = _of_thread.buffer = memoryview(mmap.mmap(-1, size + 2 * WRITE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    return buffer
+def _buffer(size: int) -> memoryview:
+    """Memory of at least `size` bytes, which begins at a page."""
+    with suppress(IndexError):  # another thread may take the last one
+        while len(spare := _spare.pop()) < size:
+            pass
+        return spare
+    return memoryview(mmap.mmap(-1, size + 2 * WRITE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _new_file(path: Path, *, direct: bool) -> int:
