@@ -39,12 +39,12 @@ def connect(settings: EngineParameters, *, request_timeout_seconds: float) -> En
     labelled = settings.kind != "sglang-unlabelled" and capture.get("dumps", "labelled") == "labelled"
     if labelled and not capture:
         raise PreflightRefused(
-            f"{settings.url} has no capture hook (no `forward_hooks` of ours in /server_info): start it with the command that "
+            f"{client.url} has no capture hook (no `forward_hooks` of ours in /server_info): start it with the command that "
             "`drafter-data engine sglang --print` shows, or use kind sglang-unlabelled for an older patch",
             reason="no-capture-hook",
         )
     proof = _proof(checkpoint, identity)
-    info = _engine_info(settings, server_info, checkpoint, identity, labelled=labelled, proven=proof is not None)
+    info = _engine_info(settings, client.url, server_info, checkpoint, identity, labelled=labelled, proven=proof is not None)
     folder = DumpFolder.open(_dump_folder(settings, capture))
     try:
         return SGLangEngine(client, info, folder, proof, exclusive=settings.dump_folder_mode == "exclusive")
@@ -141,6 +141,7 @@ def _proof(checkpoint: Checkpoint, identity: StoreIdentity) -> LogprobProof | No
 
 def _engine_info(
     settings: EngineParameters,
+    url: str,
     server_info: dict[str, Any],
     checkpoint: Checkpoint,
     identity: StoreIdentity,
@@ -171,7 +172,7 @@ def _engine_info(
     ).hexdigest()
     return EngineInfo(
         kind=settings.kind,
-        url=settings.url or "",
+        url=url,
         identity=identity,
         provenance=provenance,
         max_prompt_tokens=min(limit, chunk) if not labelled and chunk > 0 else limit,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import orjson
 from urllib3.exceptions import HTTPError, LocationParseError, ProtocolError, ReadTimeoutError
 from urllib3.response import BaseHTTPResponse
@@ -59,10 +60,11 @@ class JsonClient:
     """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
-        self.url = url.rstrip("/")
+        found = _parsed(url.rstrip("/"))
+        self.url = found._replace(auth=None).url
+        """Without the password that it may have held: it stands in messages and records."""
         self._timeout = timeout_seconds
         self._sockets = OpenSockets()
-        found = _parsed(self.url)
         self._pool, self._prefix = self._sockets.pool(found), found.path or ""
         # No compression: a few bytes could become gigabytes.
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -204,8 +206,9 @@ def _parsed(url: str) -> Url:
         found = parse_url(url)
     except LocationParseError:
         found = Url()
-    if found.scheme not in ("http", "https") or not found.host:
-        raise PreflightRefused(f"{url!r} is no engine's URL; expected http://HOST:PORT", reason="engine-not-there")
+    if found.scheme not in ("http", "https") or not found.host or found.query is not None or found.fragment is not None:
+        shown = found._replace(auth=None).url if found.auth else url
+        raise PreflightRefused(f"{shown!r} is no engine's URL; expected http://HOST:PORT", reason="engine-not-there")
     return found
 
 
@@ -217,7 +220,7 @@ def _unreachable(error: HTTPError) -> type[EngineUnreachable]:
 
 def encoded(body: Mapping[str, Any]) -> bytes:
     """JSON, in which arrays of numbers are lists."""
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(body, np.ndarray.tolist, orjson.OPT_SERIALIZE_NUMPY)  # by itself it takes no array that is a view
 
 
 def _message(text: bytes) -> str:

@@ -42,11 +42,12 @@ def engine_recheck(settings: EngineParameters, identity: StoreIdentity, model: C
     """
     engine = _connected(settings, identity)
     try:
-        found = engine.describe().identity
+        info = engine.describe()
+        found = info.identity
         differing = [line for line in identity.differences(found) if line.partition(":")[0] not in _HOW_ONLY]
         if differing:
             raise IdentityMismatch(
-                f"the engine at {settings.url} computes other states than were adopted (adopted != engine): {'; '.join(differing)}"
+                f"the engine at {info.url} computes other states than were adopted (adopted != engine): {'; '.join(differing)}"
             )
         limit = max(_TOLERANCES[identity.dtype], _TOLERANCES[found.dtype])
         norm = model.final_norm() if found.final_norm != identity.final_norm else None

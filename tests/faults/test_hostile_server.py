@@ -20,7 +20,7 @@ from urllib3.util import parse_url
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.engines.base import EngineInfo, PrefillReply, PrefillRequest
 from drafter_data.engines.interruptible import OpenSockets
-from drafter_data.engines.sglang_http import MAX_REPLY_BYTES, EngineUnreachable, SGLangClient
+from drafter_data.engines.sglang_http import MAX_REPLY_BYTES, EngineUnreachable, SGLangClient, encoded
 from drafter_data.engines.vllm import VllmEngine
 from drafter_data.engines.vllm_http import VllmClient
 from drafter_data.errors import DrafterDataError, DumpRejected, PreflightRefused, RequestRefused, SampleError
@@ -181,7 +181,10 @@ def test_redirect_is_not_followed() -> None:
     assert not reached.is_set()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://127.0.0.1", "http://", "http://[::1", "", "engine"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:30000", "ftp://127.0.0.1", "http://", "http://[::1", "", "engine", "http://127.0.0.1:1?key=x", "http://h/#x"],
+)
 def test_what_is_no_url_is_said_so(url: str) -> None:
     with pytest.raises(PreflightRefused, match="expected http://HOST:PORT"):
         SGLangClient(url, timeout_seconds=5, top_logprobs=8)
@@ -206,7 +209,31 @@ def test_password_in_the_url_is_sent() -> None:
         client = SGLangClient(url.replace("//", "//me:p%40ss@"), timeout_seconds=5, top_logprobs=8)
         assert client.ready()
         client.interrupt()
+        with pytest.raises(EngineUnreachable) as told:
+            client.generate(REQUEST)
     assert found == ["Basic " + base64.b64encode(b"me:p@ss").decode()]
+    assert url in str(told.value), "messages and records name the engine"
+    assert "p%40ss" not in str(told.value)
+
+
+def test_path_in_the_url_is_a_prefix() -> None:
+    paths = list[str]()
+
+    def routed(handler: BaseHTTPRequestHandler) -> None:
+        paths.append(handler.path)
+        body(json.dumps({"meta_info": META}).encode())(handler)
+
+    with answering(routed) as url:
+        client = SGLangClient(f"{url}/engines/3/", timeout_seconds=5, top_logprobs=8)
+        assert client.ready()
+        assert client.generate(REQUEST).prompt_tokens == 6
+        client.interrupt()
+    assert paths == ["/engines/3/ready", "/engines/3/generate"]
+
+
+def test_prompt_ids_that_lie_apart_in_memory_are_sent_as_they_are() -> None:
+    ids_s = np.arange(100, 112, dtype=np.int64)[::2]
+    assert json.loads(encoded({"input_ids": ids_s})) == {"input_ids": [100, 102, 104, 106, 108, 110]}
 
 
 def test_interrupt_ends_a_request_that_nobody_answers_at_once() -> None:
