@@ -25,12 +25,17 @@ from tests.support.datasets import write_dataset
 RAM_DISK = Path("/dev/shm")
 FIELD_MEAN_TOKENS = 2353.0
 """The field's campaign: 87.8 M tokens in 37,312 samples."""
+FIELD_MOST_TOKENS = 8000
 
 
-def field_lengths(count: int, *, mean_tokens: float = FIELD_MEAN_TOKENS, seed: int = 0) -> list[int]:
-    """Log-normal lengths (sigma 0.8) scaled to the mean, distinct as the seed's way needs them, at least 16 and at most 8,000."""
+def field_lengths(
+    count: int, *, mean_tokens: float = FIELD_MEAN_TOKENS, seed: int = 0, most_tokens: int = FIELD_MOST_TOKENS
+) -> list[int]:
+    """Log-normal lengths (sigma 0.8) scaled to the mean, distinct as the seed's way needs them, at least 16 and at most
+    `most_tokens`, or as far beyond as distinct ones need.
+    """
     lengths_n = np.random.default_rng(seed).lognormal(0.0, 0.8, count)
-    lengths_n = np.clip(lengths_n / lengths_n.mean() * mean_tokens, 16, 8000).astype(int)
+    lengths_n = np.clip(lengths_n / lengths_n.mean() * mean_tokens, 16, most_tokens).astype(int)
     taken: set[int] = set()
     for length in lengths_n.tolist():
         free = length
@@ -123,18 +128,18 @@ def copy_and_sync_rate(work: Path, *, file_bytes: int = 64 << 20, files: int = 4
         sources = [ram / f"{number}" for number in range(files)]
         for source in sources:
             source.write_bytes(os.urandom(file_bytes))
-        return file_bytes * files / copy_and_sync(sources, work / "rate")
+        rate = file_bytes * files / copy_and_sync(sources, work / "rate")
+        shutil.rmtree(work / "rate")
+        return rate
 
 
 def copy_and_sync(sources: Sequence[Path], target: Path) -> float:
-    """Seconds of `cp` of the files and `sync` of the copies and their folder; the copies are removed."""
+    """Seconds of `cp` of the files into a new folder and `sync` of the copies and the folder."""
     target.mkdir()
     started = time.monotonic()
     subprocess.run(["cp", "--", *map(str, sources), str(target)], check=True)
     subprocess.run(["sync", *(str(target / source.name) for source in sources), str(target)], check=True)
-    seconds = time.monotonic() - started
-    shutil.rmtree(target)
-    return seconds
+    return time.monotonic() - started
 
 
 def run_module(name: str, *arguments: str, timeout_seconds: float = 600) -> dict[str, object]:

@@ -128,7 +128,9 @@ def forget(store: Store) -> None:
 def time_copy(made: Made, out: Path) -> float:
     """Seconds that `cp` of the state files and `sync` take."""
     forget(made.store)
-    return copy_and_sync([made.store.path_of(receipt.state_key) for receipt in made.store.receipts()], out)
+    seconds = copy_and_sync([made.store.path_of(receipt.state_key) for receipt in made.store.receipts()], out)
+    shutil.rmtree(out)
+    return seconds
 
 
 def time_conversion(made: Made, out: Path) -> tuple[float, float]:
