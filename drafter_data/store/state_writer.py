@@ -1,8 +1,9 @@
 """Writing a new state file in order: read into place, checked there, and written from there.
 
-Large files go past the page cache where the file system lets us (O_DIRECT, open(2)): a campaign writes more than the memory holds
-and reads little of it back soon, and the kernel's copy into new pages costs more than all checks (benchmarks/NOTES.md). Direct
-writes begin and end at whole pages, in memory and in the file; what is over stays in front of the next block.
+All but small files go past the page cache where the file system lets us (O_DIRECT, open(2)): a campaign writes more than the
+memory holds and reads little of it back soon, and the kernel's copy into new pages costs more than all checks
+(benchmarks/NOTES.md). Direct writes begin and end at whole pages, in memory and in the file; what is over stays in front of the
+next block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from drafter_data.files import start_writeback
 STATE_MODE = 0o444
 PAGE = 4096
 """A multiple of every device's block in use, and of what direct writes ask of memory."""
-DIRECT_FROM_BYTES = 4 << 20
+DIRECT_FROM_BYTES = 1 << 19
 """Below, a file is as fast through the page cache, and there when validation or a trainer looks for it."""
 WRITE_BYTES = 1 << 19
 """A write is no smaller than this, but for the last; with blocks of 1 MiB it is one block and what was over of the last."""
