@@ -91,8 +91,9 @@ def against_sglang(parent: Path, samples: int, mean_tokens: float, repeats: int)
             ratio, rows = compare(side, work / "runs", prompts, repeats)
     publish(
         Result(
-            name="engine_alone_sglang",
-            title="Against the engine alone: SGLang 0.5.23 on the CPU, Llama of 8 layers, hidden size 128, float32",
+            name=f"engine_alone_sglang_{mean_tokens:g}",
+            title=f"Against the engine alone: SGLang 0.5.23 on the CPU, Llama of 8 layers, hidden size 128, float32, prompts of "
+            f"{sum(map(len, prompts)) / len(prompts):,.0f} tokens",
             command=f"python -m benchmarks.engine_alone --sglang --samples {samples} --mean-tokens {mean_tokens:g}",
             columns=COLUMNS,
             rows=rows,
