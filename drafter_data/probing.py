@@ -64,7 +64,8 @@ def burst_lengths(lengths_n: NDArray[Any], in_flight: int, *, spent_tokens: int)
 
 def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight: int, costs: CostModel) -> Burst | None:
     """Sends prompts of these lengths, checks every dump, and tells the cost model. None where one had to be asked for again: the
-    time then holds more than these prompts. Raises PreflightRefused for one that fails alone as well.
+    time then holds more than these prompts. Raises PreflightRefused when of those few that are asked again, short and long ones,
+    one fails alone as well.
     """
     info = engine.describe()
     window = Window(
@@ -101,8 +102,9 @@ def send_burst(canary: Canary, engine: Engine, lengths: Sequence[int], in_flight
             engine.interrupt()  # or the pool would wait for each reply
             raise
     failed = [outcome for outcome in outcomes if isinstance(outcome, np.ndarray)]
-    for ids_s in failed[:MOST_ASKED_AGAIN]:
-        canary.ask(ids_s)
+    failed.sort(key=len)
+    for place in sorted(set(np.linspace(0, len(failed) - 1, MOST_ASKED_AGAIN).astype(int).tolist())) if failed else ():
+        canary.ask(failed[place])
     answered = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
     if failed or len(answered) < FEWEST:
         return None

@@ -6,6 +6,7 @@ Source: SGLang 0.5.23, `/generate`, `/server_info`, `/ready`.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -207,7 +208,8 @@ def _parsed(url: str) -> Url:
     except LocationParseError:
         found = Url()
     if found.scheme not in ("http", "https") or not found.host or found.query is not None or found.fragment is not None:
-        shown = found._replace(auth=None).url if found.auth else url
+        # What stands before an @ may hold a password, and so may a query, also where the rest is no URL.
+        shown = re.split("[?#]", re.sub(r"^([A-Za-z]+://)?.*@", r"\1", url))[0]
         raise PreflightRefused(f"{shown!r} is no engine's URL; expected http://HOST:PORT", reason="engine-not-there")
     return found
 
@@ -220,7 +222,7 @@ def _unreachable(error: HTTPError) -> type[EngineUnreachable]:
 
 def encoded(body: Mapping[str, Any]) -> bytes:
     """JSON, in which arrays of numbers are lists."""
-    return orjson.dumps(body, np.ndarray.tolist, orjson.OPT_SERIALIZE_NUMPY)  # by itself it takes no array that is a view
+    return orjson.dumps(body, np.ndarray.tolist, orjson.OPT_SERIALIZE_NUMPY)  # it takes C-contiguous arrays alone
 
 
 def _message(text: bytes) -> str:

@@ -6,6 +6,7 @@ anything else in it: automatic, up to the run's own bound. The dump folder bound
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from drafter_data.costs import CostWindow
 from drafter_data.extraction.window import Window
 
+_log = logging.getLogger(__name__)
+
 CONTROL_FILE = "in-flight"
 FIRST_TOKENS, MOST_AT_FIRST = 16_384, 32
 """In flight at first: what fills two passes of the usual 8,192 tokens, one that is served and one that waits."""
@@ -35,10 +38,13 @@ FEWEST_BLOCKS, MOST_BLOCKS = 4, 8
 """Of both numbers together. A gain that shows in one block each may be the host's better moment, unless it is as large as this."""
 PLAIN_GAIN = 0.2
 NOISE = 0.05
-"""Seconds a root second, by which the same work varies at least (as in cost_fit.py)."""
+"""Seconds a root second, by which the same work is taken to vary at least."""
 SURE_OF_GAIN, SURE_OF_LOSS = 2.0, 1.0
 """Standard errors. A number that is given up too early is tried again later."""
 HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 960.0
+FEWER_WINDOWS = 8
+"""After so many with fewer in flight than there might be, that is the number at home."""
+MOST_CONTROL_BYTES = 16
 SAME_NUMBER = 0.75
 """Windows with more than that share of a number in flight count as of it."""
 
@@ -79,22 +85,35 @@ class InFlightTuner:
     @property
     def settled(self) -> int:
         """The number that the run goes on with as far as is known, whatever is tried just now."""
-        return self._search.home if self._asked is None else self._asked
+        asked = self._asked
+        return self._search.home if asked is None else asked
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
-            self._window.set_limit(self.decide(time.monotonic()))
+            now = time.monotonic()
+            try:
+                limit = self.decide(now)
+            except (ValueError, ArithmeticError, MemoryError) as error:  # of a fit: the run goes on with what is settled
+                _log.warning("requests in flight are not looked at just now: %s", error)
+                self._search.pause(now)
+                limit = self.settled
+            self._window.set_limit(limit)
 
     def decide(self, now: float) -> int:
         """The limit from now on."""
         asked = self._read()
-        self._asked = None if asked is None else max(1, min(asked, self._engine_limit))
-        return self._search.limit_at(now) if self._asked is None else self._asked
+        if asked is None:
+            self._asked = None
+            return self._search.limit_at(now)
+        self._search.pause(now)
+        self._asked = max(1, min(asked, self._engine_limit))
+        return self._asked
 
     def _read(self) -> int | None:
         try:
-            text = self._control.read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
+            with self._control.open("rb") as handle:
+                text = handle.read(MOST_CONTROL_BYTES).strip()
+        except OSError:
             return None
         return int(text) if text.isdigit() else None
 
@@ -106,11 +125,15 @@ class InFlightTuner:
 
 @dataclass
 class _Direction:
-    """More, or fewer: not tried again before `rest_until`."""
+    """More, or fewer: not tried again before `rest_until`. `left`: a number that it came from, to be tried once more first."""
 
     step: Callable[[int], int]
     rest_until: float = -math.inf
     hold: float = HOLD_SECONDS
+    left: int | None = None
+
+    def next(self, home: int) -> int:
+        return self.step(home) if self.left is None else self.left
 
     def rest(self, now: float) -> None:
         self.rest_until = now + self.hold
@@ -135,7 +158,7 @@ class _Search:
     """
 
     def __init__(self, first: int, bound: int, expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]]) -> None:
-        self.home = self._on = first
+        self.home = first
         self.came = deque[CostWindow]()
         self._expected_seconds = expected_seconds
         self._unheard = 2 * first
@@ -149,16 +172,18 @@ class _Search:
 
     def _turn_to(self, number: int, now: float) -> None:
         self._on, self._began = number, now
-        self._block = list[CostWindow]()
+        self._block, self._fewer = list[CostWindow](), list[int]()
+
+    def pause(self, now: float) -> None:
+        """Forgets what is being compared: it was not by turns any more."""
+        self.came.clear()
+        self._comparison = None
+        self._turn_to(self.home, now)
 
     def limit_at(self, now: float) -> int:
         """Takes in what came; returns the number to use next."""
         while self.came:
-            window = self.came.popleft()
-            if self._unheard > 0:
-                self._unheard -= window.requests
-            elif not window.filling and SAME_NUMBER * self._on < window.in_flight <= self._on:
-                self._block.append(window)
+            self._hear(self.came.popleft())
         whole = (
             len(self._block) >= BLOCK_WINDOWS
             and sum(window.seconds for window in self._block) >= BLOCK_SECONDS
@@ -172,46 +197,64 @@ class _Search:
             self._settle(self._comparison, now, accepted=False)  # so many never are in flight: something else bounds them
         return self._on
 
+    def _hear(self, window: CostWindow) -> None:
+        """Keeps a window that holds work of this turn alone, with its number in flight."""
+        if self._unheard > 0:
+            self._unheard -= window.requests
+        elif not window.filling and window.ended_at - window.seconds >= self._began:
+            if SAME_NUMBER * self._on < window.in_flight <= self._on:
+                self._block.append(window)
+                self._fewer.clear()
+            elif window.in_flight < self._on:
+                self._fewer.append(round(window.in_flight))
+
     def _may_begin(self, now: float, *, whole: bool) -> None:
-        direction = next((one for one in self._directions if one.step(self.home) != self.home and now >= one.rest_until), None)
-        if direction is None:
+        if len(self._fewer) >= FEWER_WINDOWS:  # the dump folder's bytes bound them, or lengths that must differ
+            self.home = max(1, *self._fewer)
+            self._turn_to(self.home, now)
+            return
+        ready = [one for one in self._directions if one.next(self.home) != self.home and now >= one.rest_until]
+        if not ready:
             self._turn_to(self.home, now)  # what comes later is compared with this number as it is then
         elif whole:
-            self._comparison = _Comparison(
-                direction, direction.step(self.home), 5.0 + 4 * (now - self._began), home_windows=self._block
-            )
+            seconds = sum(window.seconds for window in self._block)
+            self._comparison = _Comparison(ready[0], ready[0].next(self.home), 5.0 + 4 * seconds, home_windows=self._block)
             self._turn_to(self._comparison.trial, now)
 
     def _weigh(self, comparison: _Comparison, now: float) -> None:
         at_home = self._on == self.home
         (comparison.home_windows if at_home else comparison.trial_windows).extend(self._block)
         comparison.blocks += 1
-        gain, error = self._gain(comparison)
+        gain, error = self._gain(comparison.home_windows, comparison.trial_windows)
         seen_enough = comparison.blocks >= FEWEST_BLOCKS or gain > PLAIN_GAIN
-        if (seen_enough and gain > SURE_OF_GAIN * error) or gain < -SURE_OF_LOSS * error or comparison.blocks >= MOST_BLOCKS:
+        if (seen_enough and gain > SURE_OF_GAIN * error) or gain < -SURE_OF_LOSS * error:
             self._settle(comparison, now, accepted=gain > 0)
+        elif comparison.blocks >= MOST_BLOCKS:
+            self._settle(comparison, now, accepted=gain > error)
         else:
             self._turn_to(comparison.trial if at_home else self.home, now)
 
-    def _gain(self, comparison: _Comparison) -> tuple[float, float]:
-        """Logarithm of how much more work a second the trial brings than `GAIN` times home, and its standard error."""
-        rates, square, variance, windows = list[float](), 0.0, 0.0, 0
-        for of in (comparison.home_windows, comparison.trial_windows):
-            seconds_w, expected_w = np.array([window.seconds for window in of]), self._expected_seconds(of)
-            rates.append(max(float(expected_w.sum() / seconds_w.sum()), 1e-9))
-            at_this_rate_w = np.maximum(expected_w / rates[-1], 1e-9)
-            square += float(np.sum(np.square(seconds_w - at_this_rate_w) / at_this_rate_w))
-            variance += 1 / float(seconds_w.sum())
-            windows += len(of)
-        return math.log(rates[1] / rates[0] / GAIN), max(NOISE, math.sqrt(square / windows)) * math.sqrt(variance)
+    def _gain(self, home: Sequence[CostWindow], trial: Sequence[CostWindow]) -> tuple[float, float]:
+        """Logarithm of how much more work a second `trial` brings than `GAIN` times `home`, and its standard error."""
+        seconds_w = np.array([window.seconds for window in (*home, *trial)])
+        expected_w = self._expected_seconds([*home, *trial])  # of one fit for both
+        rates, square, variance = list[float](), 0.0, 0.0
+        for of in (slice(None, len(home)), slice(len(home), None)):
+            rates.append(max(float(expected_w[of].sum() / seconds_w[of].sum()), 1e-9))
+            at_this_rate_w = np.maximum(expected_w[of] / rates[-1], 1e-9)
+            square += float(np.sum(np.square(seconds_w[of] - at_this_rate_w) / at_this_rate_w))
+            variance += 1 / float(seconds_w[of].sum())
+        return math.log(rates[1] / rates[0] / GAIN), max(NOISE, math.sqrt(square / len(seconds_w))) * math.sqrt(variance)
 
     def _settle(self, comparison: _Comparison, now: float, *, accepted: bool) -> None:
+        comparison.direction.left = None
         if accepted:
-            self.home = comparison.trial
             for one in self._directions:
                 one.hold = HOLD_SECONDS
                 if one is not comparison.direction:
-                    one.rest(now)  # that is where it came from
+                    one.left = self.home
+                    one.rest(now)
+            self.home = comparison.trial
             self._directions.sort(key=lambda one: one is not comparison.direction)
         else:
             comparison.direction.rest(now)

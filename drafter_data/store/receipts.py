@@ -250,7 +250,9 @@ class ReceiptLog:
         if line.key is None or self._read_bytes.get(number, 0) != line.start:
             self._read_new(line.path)
             return
-        self._put(line.key, number << _OFFSET_BITS | line.start)
+        where = number << _OFFSET_BITS | line.start
+        if where not in self._dropped:
+            self._put(line.key, where)
         self._read_bytes[number] = line.start + line.size
 
     def _handle(self, path: Path) -> int:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from data_contracts.parameters import ExtractionParameters
-from drafter_data.costs import CostModel
+from drafter_data.costs import CostModel, CostWindow
 from drafter_data.dataset import Dataset
 from drafter_data.extraction.campaign import check_engine, plan_over, run_campaign
 from drafter_data.extraction.session import SessionSettings, shared_session
+from drafter_data.extraction.tuning import InFlightTuner
 from drafter_data.safetensors_file import TensorFile
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
@@ -135,6 +136,21 @@ def test_extraction_tells_the_cost_model_when_the_engine_replied(
         run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
     assert len(replies) == len(commits) == 40
     assert all(replied < begun for replied, begun in zip(sorted(replies), sorted(commits), strict=True))
+
+
+def test_run_tells_its_tuner_what_was_answered(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, took = list[CostWindow](), InFlightTuner.took
+
+    def noting(self: InFlightTuner, window: CostWindow) -> None:
+        heard.append(window)
+        took(self, window)
+
+    monkeypatch.setattr(InFlightTuner, "took", noting)
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(200, 8, 64, seed=9))
+    with running_engine(small_model) as engine:
+        run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters(in_flight=4))
+    assert 100 < sum(window.requests for window in heard) <= 200
+    assert {window.in_flight for window in heard} <= {1, 2, 3, 4}
 
 
 def test_forecast_counts_what_is_done_of_requests_in_flight(small_model: Path, tmp_path: Path) -> None:

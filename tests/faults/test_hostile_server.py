@@ -190,6 +190,19 @@ def test_what_is_no_url_is_said_so(url: str) -> None:
         SGLangClient(url, timeout_seconds=5, top_logprobs=8)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "me:secret@host:30000", "http://me:secret@host:99999", "http://me:se/cret@host:1", "http://me:p?secret@h:1",
+        "http://me:p#secret@h:1", "http://me:secret@ho st:1", "http://me:secret@[::1", "https://h/?api_key=secret",
+    ],
+)  # fmt: skip
+def test_what_is_no_url_is_said_so_without_its_password(url: str) -> None:
+    with pytest.raises(PreflightRefused, match="expected http://HOST:PORT") as refused:
+        SGLangClient(url, timeout_seconds=5, top_logprobs=8)
+    assert "cret" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("url", "port"), [("http://[::1]", 80), ("https://[::1]/x", 443), ("http://[::1]:30000", 30000)])
 def test_address_of_ipv6_has_its_port(url: str, port: int) -> None:
     """http.client would take what follows its last colon for one."""

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from data_contracts.receipt import Receipt
+from drafter_data.errors import DumpRejected
 from drafter_data.store import group_commit
 from drafter_data.store.commit import written_state
 from drafter_data.store.fsck import fsck
@@ -25,7 +26,7 @@ from drafter_data.store.group_commit import GroupCommit
 from drafter_data.store.receipts import ReceiptLog
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
-from tests.store.making import commit, dump_of, identity_of, ids_of, key_of
+from tests.store.making import commit, dump_of, identity_of, ids_of, key_of, states_of
 
 MEMBERS = [ids_of(20, seed) for seed in range(4)]
 
@@ -93,6 +94,38 @@ def test_group_is_synced_before_it_is_named_and_named_before_its_receipts(
     # In the end the receipts' folder, in which the first receipt made a file, and the receipts.
     assert steps == [*files, *["name"] * 4, *names, "sync", *["receipts"] * 4, "sync"]
     assert validate_store(Store.open(store.root), None).states == 4
+
+
+@pytest.mark.parametrize("as_one", [True, False])
+def test_states_of_all_sizes_committed_by_many_threads_hold_their_own_bytes(
+    store: Store, monkeypatch: pytest.MonkeyPatch, as_one: bool
+) -> None:
+    """Threads take the memory for blocks from each other, some give it up midway, and the larger states are written directly."""
+    if not as_one:
+        monkeypatch.setattr(group_commit, "syncs_as_one", lambda _: False)
+    wanted = [ids_of(tokens, seed) for seed in range(6) for tokens in (40, 900, 1300, 2500, 5000)]  # 20 KB to 2.6 MB
+    spoilt = {key_of(ids) for ids in wanted[::7]}
+
+    def take(ids: NDArray[np.int64]) -> None:
+        dump = dump_of(ids)
+        if key_of(ids) in spoilt:
+            dump.states_slh[-1, 1, 3] = np.nan
+            with pytest.raises(DumpRejected):
+                store.commit(dump, key_of(ids), ids)
+        else:
+            store.commit(dump, key_of(ids), ids)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(take, wanted))
+    assert set(store.keys()) == {key_of(ids) for ids in wanted} - spoilt
+    for ids in wanted:
+        if key_of(ids) not in spoilt:
+            found = store.read(key_of(ids))
+            assert np.array_equal(found.states_slh[:], states_of(ids))
+            assert np.array_equal(found.token_ids_s, ids)
+            found.close()
+    assert not list(store.root.glob("states/*/.*"))
+    assert validate_store(Store.open(store.root), None).errors == 0
 
 
 def test_failed_sync_of_one_state_is_told_to_that_one_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
