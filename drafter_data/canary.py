@@ -100,7 +100,8 @@ class Canary:
         self._check_beginning(prompt, first)
         self._check_reference(prompt, first)
         self._pair(short)
-        alone = self.observe(sorted({*lengths, longest}), costs)
+        lengths_alone = sorted({*lengths, longest})
+        alone = self.observe(lengths_alone, costs)
         proofs = [answer.proof_error for answer in (first, second, *alone) if answer.proof_error is not None]
         return CanaryFigures(
             requests=len(self.sent),
@@ -108,7 +109,7 @@ class Canary:
             repeat_error=error,
             tolerance=max(TOLERANCE_FLOOR[self._info.identity.dtype], TOLERANCE_FACTOR * error),
             proof_error=max(proofs) if proofs else None,
-            tokens_per_second=sum({*lengths, longest}) / max(sum(answer.seconds for answer in alone), 1e-9),
+            tokens_per_second=sum(lengths_alone) / max(sum(answer.seconds for answer in alone), 1e-9),
         )
 
     def observe(self, lengths: Sequence[int], costs: CostModel) -> list[Answer]:
