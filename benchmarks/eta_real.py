@@ -97,7 +97,7 @@ def _campaign(folder: Path, store: Path, engine: EngineParameters) -> tuple[Fore
     with shared_session(settings) as session:
         tokens = missing_samples(session.store, plan).tokens_n
         costs = CostModel.load(costs_path(store, found.fingerprint))
-        before = costs.forecast(tokens, in_flight=found.in_flight, bytes_per_token=found.bytes_per_token)
+        before = costs.forecast(tokens, in_flight=found.first_in_flight, bytes_per_token=found.bytes_per_token)
         started = time.monotonic()
         reporter = Reporter(session.snapshot, look, LOOK_SECONDS)
         extract_all(session, pending_chunks(plan, session.store))

@@ -28,7 +28,10 @@ class CanaryRecord(Record):
 
 
 class PreflightReport(Record):
-    """Everything that was checked, and what follows from it for the run. `notes` are one line each, for people."""
+    """Everything that was checked, and what follows from it for the run. `notes` are one line each, for people.
+
+    `in_flight`: the most requests the run may have in flight, `first_in_flight`: what it begins with.
+    """
 
     engine: str
     url: str
@@ -36,6 +39,7 @@ class PreflightReport(Record):
     identity: StoreIdentity
     provenance: Provenance
     in_flight: int
+    first_in_flight: int
     lengths_must_differ: bool
     max_prompt_tokens: int
     bytes_per_token: int

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from data_contracts.forecast import CostFit, Forecast
 from data_contracts.record import Record
@@ -58,12 +58,21 @@ class CostWindow(Record):
     filling: bool = False
 
 
+class FoundInFlight(Record):
+    """The number in flight that a run's search ended with, over prompts of `mean_tokens`; `no_better`: where it looked further."""
+
+    requests: int = Field(ge=1)
+    mean_tokens: float
+    no_better: tuple[Literal["more", "fewer"], ...] = ()
+
+
 class CostHistory(Record):
     """What is kept of an engine: STORE/costs/<fingerprint>.json."""
 
     version: int = 1
     fingerprint: str
     windows: tuple[CostWindow, ...]
+    found_in_flight: FoundInFlight | None = None
 
 
 def latest_costs(store_root: Path) -> CostModel | None:
@@ -80,8 +89,12 @@ def costs_path(store_root: Path, fingerprint: str) -> Path:
 class CostModel:
     """The cost of an engine's requests, learnt while it works. Safe to call from many threads."""
 
-    def __init__(self, fingerprint: str = "", windows: Sequence[CostWindow] = ()) -> None:
+    def __init__(
+        self, fingerprint: str = "", windows: Sequence[CostWindow] = (), found_in_flight: FoundInFlight | None = None
+    ) -> None:
         self.fingerprint = fingerprint
+        self.found_in_flight = found_in_flight
+        """Kept for the next run on this engine, which begins with it."""
         self._windows: list[CostWindow] = list(windows)
         self._open: list[tuple[int, float, int]] = []
         self._last_finish: float | None = None
@@ -104,12 +117,14 @@ class CostModel:
                 f"{path} is no cost history: {error.errors()[0]['msg']}; remove it, the engine is then measured again",
                 reason="cost-history-invalid",
             ) from error
-        return cls(history.fingerprint, history.windows)
+        return cls(history.fingerprint, history.windows, history.found_in_flight)
 
     def save(self, path: Path) -> None:
         """Keeps the history (at most 1,024 windows) for the next run on this engine."""
         with self._lock:
-            history = CostHistory(fingerprint=self.fingerprint, windows=tuple(self._with_open()))
+            history = CostHistory(
+                fingerprint=self.fingerprint, windows=tuple(self._with_open()), found_in_flight=self.found_in_flight
+            )
         write_atomic(path, history.model_dump_json())
 
     def observe(self, tokens: int, seconds: float, in_flight: int, *, finished_at: float | None = None) -> None:
@@ -250,6 +265,13 @@ class CostModel:
         fit = self.fit()
         coefficients_3 = (fit.fixed_seconds, fit.linear_seconds_per_token, fit.quadratic_seconds_per_token2)
         return np.array([_work_of(window) for window in windows]) @ np.array(coefficients_3)
+
+    def found_for(self, lengths_n: NDArray[Any], bound: int) -> FoundInFlight | None:
+        """What an earlier run found, where it holds for prompts of these lengths: half to double its own in the mean."""
+        found = self.found_in_flight
+        if found is None or found.requests > bound or not len(lengths_n):
+            return None
+        return found if found.mean_tokens / 2 <= float(lengths_n.mean()) <= 2 * found.mean_tokens else None
 
     @property
     def usual_in_flight(self) -> int:

@@ -48,7 +48,9 @@ def run_preflight(
     _check_dump_folder(engine, info, int(lengths.max()))
     swept = engine.sweep()
     canary = Canary(engine, checkpoint, dump_timeout_seconds=extraction.dump_timeout_seconds, seed=seed)
-    in_flight = first_in_flight(to_come_n, min(extraction.in_flight, info.in_flight_limit))
+    bound = min(extraction.in_flight, info.in_flight_limit)
+    known = costs.found_for(to_come_n, bound)
+    in_flight = known.requests if known else first_in_flight(to_come_n, bound)
     longest = int(lengths.max())
     burst = [] if costs.tells_of(in_flight) else burst_lengths(to_come_n, in_flight, spent_tokens=tokens_of_canary(longest))
     probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]
@@ -75,7 +77,8 @@ def run_preflight(
             fingerprint=info.fingerprint,
             identity=info.identity,
             provenance=info.provenance,
-            in_flight=min(extraction.in_flight, info.in_flight_limit),
+            in_flight=bound,
+            first_in_flight=in_flight,
             lengths_must_differ=info.lengths_must_differ,
             max_prompt_tokens=info.max_prompt_tokens,
             bytes_per_token=info.identity.bytes_per_token,

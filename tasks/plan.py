@@ -56,10 +56,10 @@ def forecast(
     finally:
         store.close()
     costs = CostModel.load(costs_path(workspace.store, checked.fingerprint))
-    found = costs.forecast(remaining, in_flight=checked.in_flight, bytes_per_token=checked.bytes_per_token)
+    found = costs.forecast(remaining, in_flight=checked.first_in_flight, bytes_per_token=checked.bytes_per_token)
     all_bytes = sum(chunk.tokens for chunk in plan.chunks) * checked.bytes_per_token
     found = found.model_copy(update={"following": following_stages(workspace.store, all_bytes)})
-    fit = costs.fit(in_flight=checked.in_flight)
+    fit = costs.fit(in_flight=checked.first_in_flight)
     publish_facts(
         "forecast",
         "Before the first sample of this run; the extraction's progress refines it",

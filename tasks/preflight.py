@@ -51,7 +51,7 @@ def preflight_facts(report: PreflightReport) -> dict[str, object]:
         "layers (Hugging Face indices)": ", ".join(map(str, identity.layers)),
         "final state": f"{identity.final_norm} the final norm, {identity.dtype}",
         "bytes a token": report.bytes_per_token,
-        "requests in flight": report.in_flight,
+        "requests in flight": f"{report.first_in_flight} at first, at most {report.in_flight}",
         "longest prompt (tokens)": report.max_prompt_tokens,
         "canary": f"{canary.requests} requests, {canary.tokens_per_second:,.0f} tokens/s alone",
         "same prompt twice differs by": f"{canary.repeat_error:.1e} (tolerated {canary.tolerance:.1e})",

@@ -67,7 +67,7 @@ def preflight(
                 "layers (Hugging Face), final norm, dtype",
                 f"{identity.layers}, {identity.final_norm}, {identity.dtype}",
             ),
-            ("requests in flight", report.in_flight),
+            ("requests in flight", f"{report.first_in_flight} at first, at most {report.in_flight}"),
             ("longest prompt (tokens)", report.max_prompt_tokens),
             ("bytes a token", report.bytes_per_token),
             (

@@ -82,7 +82,8 @@ class ExtractionSession:
         self.costs = CostModel.load(self.costs_path)
         missing = missing_samples(self.store, self.plan)
         bound = min(settings.in_flight, info.in_flight_limit)
-        first = first_in_flight(missing.tokens_n, bound)
+        known = self.costs.found_for(missing.tokens_n, bound)
+        first = known.requests if known else first_in_flight(missing.tokens_n, bound)
         self.window = Window(
             requests=first,
             lengths_must_differ=info.lengths_must_differ,
@@ -105,12 +106,14 @@ class ExtractionSession:
         )
         self._in_a_row = 0
         self._lock = threading.Lock()
+        self._mean_tokens = float(missing.tokens_n.mean()) if len(missing.tokens_n) else 0.0
         self._missing_by_length = np.bincount(missing.tokens_n, minlength=1)
         self.progress = self._progress(missing)
         self._tuner = InFlightTuner(
             self.window,
             settings.store / CONTROL_FILE,
             first=first,
+            no_better=known.no_better if known else (),
             bound=bound,
             engine_limit=min(info.in_flight_limit, bound + COMMIT_THREADS),
             expected_seconds=self.costs.expected_seconds,
@@ -185,6 +188,7 @@ class ExtractionSession:
             stack.callback(self.engine.close)
             self._tuner.close()
             self.executor.shutdown(wait=True, cancel_futures=True)
+            self.costs.found_in_flight = self._tuner.found(self._mean_tokens) or self.costs.found_in_flight
             with suppress(OSError):  # of a full or read-only store the chunks have told; the cost history can wait
                 self.costs.save(self.costs_path)
             self.engine.sweep()  # what a killed run had in flight the engine dumped after our preflight

@@ -11,15 +11,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_data.costs import CostWindow
+from drafter_data.costs import CostWindow, FoundInFlight
 from drafter_data.extraction.window import Window
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ SAME_NUMBER = 0.75
 
 
 def first_in_flight(lengths_n: NDArray[Any], bound: int) -> int:
-    """Requests in flight when a run over prompts of these lengths begins; `bound` is the most it may have."""
+    """Requests in flight when a run over prompts of these lengths begins on an unknown engine; `bound` is the most it may have."""
     mean = float(lengths_n.mean()) if len(lengths_n) else FIRST_TOKENS
     return max(1, min(2 ** round(math.log2(max(2.0, FIRST_TOKENS / mean))), MOST_AT_FIRST, bound))
 
@@ -64,15 +64,18 @@ class InFlightTuner:
         control: Path,
         *,
         first: int,
+        no_better: Collection[str] = (),
         bound: int,
         engine_limit: int,
         expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]],
     ) -> None:
-        """`bound` is the most that is tried by itself; `expected_seconds` says of windows what their lengths make them take."""
+        """`bound` is the most that is tried by itself; what an earlier run found `no_better` ("more", "fewer") is tried
+        later; `expected_seconds` says of windows what their lengths make them take.
+        """
         self._window = window
         self._control = control
         self._engine_limit = engine_limit
-        self._search = _Search(first, min(bound, engine_limit), expected_seconds)
+        self._search = _Search(first, min(bound, engine_limit), no_better, expected_seconds)
         self._asked: int | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="in-flight", daemon=True)
@@ -87,6 +90,10 @@ class InFlightTuner:
         """The number that the run goes on with as far as is known, whatever is tried just now."""
         asked = self._asked
         return self._search.home if asked is None else asked
+
+    def found(self, mean_tokens: float) -> FoundInFlight | None:
+        """What the next run over prompts of `mean_tokens` may begin with; None where this one compared nothing."""
+        return self._search.found(mean_tokens)
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_SECONDS):
@@ -127,7 +134,10 @@ class InFlightTuner:
 class _Direction:
     """More, or fewer: not tried again before `rest_until`. `left`: a number that it came from, to be tried once more first."""
 
+    name: Literal["more", "fewer"]
     step: Callable[[int], int]
+    no_better: bool = False
+    """Than the number at home."""
     rest_until: float = -math.inf
     hold: float = HOLD_SECONDS
     left: int | None = None
@@ -136,6 +146,7 @@ class _Direction:
         return self.step(home) if self.left is None else self.left
 
     def rest(self, now: float) -> None:
+        self.no_better = True
         self.rest_until = now + self.hold
         self.hold = min(2 * self.hold, LONGEST_HOLD_SECONDS)
 
@@ -157,18 +168,31 @@ class _Search:
     does.
     """
 
-    def __init__(self, first: int, bound: int, expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]]) -> None:
+    def __init__(
+        self,
+        first: int,
+        bound: int,
+        no_better: Collection[str],
+        expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]],
+    ) -> None:
         self.home = first
+        self._compared = False
+        self._known_no_better = no_better
         self.came = deque[CostWindow]()
         self._expected_seconds = expected_seconds
         self._unheard = 2 * first
         """Requests whose windows are not looked at: a store's first samples send further requests beside them."""
         self._directions = [
-            _Direction(lambda home: min(UP * home, bound)),
-            _Direction(lambda home: max(home // DOWN, 1)),
+            _Direction("more", lambda home: min(UP * home, bound)),
+            _Direction("fewer", lambda home: max(home // DOWN, 1)),
         ]
         self._comparison: _Comparison | None = None
         self._turn_to(first, 0.0)
+
+    def found(self, mean_tokens: float) -> FoundInFlight | None:
+        """See InFlightTuner.found."""
+        no_better = tuple[Literal["more", "fewer"], ...](one.name for one in self._directions if one.no_better)
+        return FoundInFlight(requests=self.home, mean_tokens=mean_tokens, no_better=no_better) if self._compared else None
 
     def _turn_to(self, number: int, now: float) -> None:
         self._on, self._began = number, now
@@ -182,6 +206,10 @@ class _Search:
 
     def limit_at(self, now: float) -> int:
         """Takes in what came; returns the number to use next."""
+        for one in self._directions:
+            if one.name in self._known_no_better:
+                one.rest(now)
+        self._known_no_better = ()
         while self.came:
             self._hear(self.came.popleft())
         whole = (
@@ -248,7 +276,9 @@ class _Search:
 
     def _settle(self, comparison: _Comparison, now: float, *, accepted: bool) -> None:
         comparison.direction.left = None
+        self._compared = True
         if accepted:
+            comparison.direction.no_better = False
             for one in self._directions:
                 one.hold = HOLD_SECONDS
                 if one is not comparison.direction:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafter_data.cost_fit import non_negative_least_squares
-from drafter_data.costs import CostModel, costs_path
+from drafter_data.costs import CostModel, FoundInFlight, costs_path
 from drafter_data.errors import InputError
 
 
@@ -158,6 +158,30 @@ def test_costs_history_is_kept_per_fingerprint_and_forecasts_the_next_run(tmp_pa
     assert CostModel.load(costs_path(tmp_path, "engine-b")).fit().source == "prior"
     path.write_text("{}")
     with pytest.raises(InputError, match="remove it"):
+        CostModel.load(path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "bound", "holds"),
+    [(2000, 64, True), (1001, 64, True), (3999, 64, True), (900, 64, False), (4100, 64, False), (2000, 1, False)],
+)
+def test_costs_found_in_flight_is_kept_and_holds_for_like_lengths_within_the_bound(
+    mean: int, bound: int, holds: bool, tmp_path: Path
+) -> None:
+    path = costs_path(tmp_path, "abc")
+    found = FoundInFlight(requests=2, mean_tokens=2000, no_better=("more",))
+    CostModel("abc", found_in_flight=found).save(path)
+    kept = CostModel.load(path)
+    assert kept.found_in_flight == found
+    lengths_n = np.array([mean - 10, mean + 10])
+    assert kept.found_for(lengths_n, bound) == (found if holds else None)
+    assert kept.found_for(lengths_n[:0], bound) is None
+
+
+def test_costs_history_that_names_no_number_in_flight_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "abc.json"
+    path.write_text('{"fingerprint": "abc", "windows": [], "found_in_flight": {"requests": 0, "mean_tokens": 1.0}}')
+    with pytest.raises(InputError, match=r"no cost history: .*greater than or equal to 1"):
         CostModel.load(path)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from data_contracts.parameters import ExtractionParameters
-from drafter_data.costs import CostModel, CostWindow
+from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.dataset import Dataset
-from drafter_data.extraction.campaign import check_engine, plan_over, run_campaign
+from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over, run_campaign
 from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.extraction.tuning import InFlightTuner
 from drafter_data.safetensors_file import TensorFile
@@ -151,6 +151,29 @@ def test_run_tells_its_tuner_what_was_answered(small_model: Path, tmp_path: Path
         run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters(in_flight=4))
     assert 100 < sum(window.requests for window in heard) <= 200
     assert {window.in_flight for window in heard} <= {1, 2, 3, 4}
+
+
+def test_run_begins_with_the_number_in_flight_that_an_earlier_one_found(small_model: Path, tmp_path: Path) -> None:
+    prompts, store, extraction = random_prompts(40, 8, 64, seed=9), tmp_path / "store", ExtractionParameters()
+    dataset = write_dataset(tmp_path / "dataset", prompts)
+    found = FoundInFlight(requests=5, mean_tokens=sum(map(len, prompts)) / len(prompts), no_better=("more",))
+    with running_engine(small_model) as engine:
+        unknown = check_engine(dataset, store, engine.parameters(), extraction, keep_free_bytes=0)
+        path = costs_path(store, unknown.fingerprint)
+        costs = CostModel.load(path)
+        costs.found_in_flight = found
+        costs.save(path)
+        known = check_engine(dataset, store, engine.parameters(), extraction, keep_free_bytes=0)
+        assert (unknown.first_in_flight, known.first_in_flight, known.in_flight) == (32, 5, unknown.in_flight)
+        plan = plan_over(dataset, store, extraction, known)
+        settings = SessionSettings(
+            dataset=dataset.folder, store=store, engine=engine.parameters(), extraction=extraction, in_flight=known.in_flight,
+            tolerance=known.canary.tolerance,
+        )  # fmt: skip
+        with shared_session(settings) as session:
+            assert session.window.limit == 5
+            extract_all(session, pending_chunks(plan, session.store))
+    assert CostModel.load(path).found_in_flight == found  # this one was too short to compare anything
 
 
 def test_forecast_counts_what_is_done_of_requests_in_flight(small_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,10 +121,13 @@ class _Engine:
         )
 
 
-def tuner(folder: Path, *, first: int = MOST_AT_FIRST, bound: int, engine_limit: int = 512) -> InFlightTuner:
+def tuner(
+    folder: Path, *, first: int = MOST_AT_FIRST, bound: int, engine_limit: int = 512, no_better: Sequence[str] = ()
+) -> InFlightTuner:
+    window = Window(requests=1, lengths_must_differ=False, most_bytes=1)
     made = InFlightTuner(
-        Window(requests=1, lengths_must_differ=False, most_bytes=1), folder / CONTROL_FILE, first=first, bound=bound,
-        engine_limit=engine_limit, expected_seconds=lambda windows: np.array([1e-3 * window.tokens for window in windows]),
+        window, folder / CONTROL_FILE, first=first, bound=bound, engine_limit=engine_limit, no_better=no_better,
+        expected_seconds=lambda windows: np.array([1e-3 * window.tokens for window in windows]),
     )  # fmt: skip
     made.close()  # the test keeps time
     return made
@@ -152,6 +155,31 @@ def test_tuner_engine_that_is_faster_with_fewer_is_given_fewer(noise: float, tmp
     searching = tuner(tmp_path, bound=64)
     tuned(searching, _Engine(2, best=2, loss=0.035, noise=noise), HOLD_SECONDS if noise == 0 else 5 * HOLD_SECONDS)
     assert searching.settled == 2
+
+
+def test_tuner_next_run_begins_with_what_was_found_and_tries_others_later(tmp_path: Path) -> None:
+    engine, first_run = _Engine(2, best=2, loss=0.035), tuner(tmp_path, first=8, bound=64)
+    assert first_run.found(1800) is None
+    tuned(first_run, engine, HOLD_SECONDS)
+    found = first_run.found(1800)
+    assert found is not None
+    assert (found.requests, found.mean_tokens, set(found.no_better)) == (2, 1800, {"more", "fewer"})
+    next_run = tuner(tmp_path, first=found.requests, bound=64, no_better=found.no_better)
+    assert set(tuned(next_run, engine, HOLD_SECONDS - 1)) == {2}
+    assert {1, 4} < set(tuned(next_run, engine, HOLD_SECONDS))
+    assert next_run.settled == 2
+
+
+def test_tuner_direction_that_brought_more_is_open_to_the_next_run(tmp_path: Path) -> None:
+    engine, first_run = _Engine(500), tuner(tmp_path, bound=128)
+    while first_run.settled == MOST_AT_FIRST:
+        tuned(first_run, engine, 1.0)
+    found = first_run.found(100)
+    assert found is not None
+    assert (found.requests, found.no_better) == (64, ("fewer",))
+    next_run = tuner(tmp_path, first=64, bound=128, no_better=found.no_better)
+    tuned(next_run, engine, HOLD_SECONDS / 2)
+    assert next_run.settled == 128
 
 
 @pytest.mark.parametrize(("noise", "wander"), [(0.15, 0.0), (0.05, 0.08)])
