@@ -1,7 +1,8 @@
 """Against the engine alone: the pipeline's wall time over that of a bare load generator on the same engine and prompts, in one run.
 
-The generator is swept over 1, 2, 4 ... 32 in flight; then both sides alternate, and the ratio of the medians counts. The embedded
-engine's timed mode leaves dumps at several shares of what `cp` + `sync` reaches on this disk just before.
+The generator is swept over 1, 2, 4 ... 32 in flight, and the pipeline makes a first run, from which it knows the engine as a
+campaign's second run does; then both sides alternate, and the ratio of the medians counts. The embedded engine's timed mode leaves
+dumps at several shares of what `cp` + `sync` reaches on this disk just before.
 """
 
 from __future__ import annotations
@@ -133,13 +134,15 @@ def compare(
         rates[in_flight] = found["tokens"] / found["seconds"]
         rows.append([side.label, "generator, sweep", in_flight, found["seconds"], "", rates[in_flight], found["cpu_seconds"], ""])
     best = max(rates, key=lambda in_flight: rates[in_flight])
+    costs = work / "costs"
+    first = extract(side, dataset, work / "store-first", costs=costs)
     alone, ours = list[dict[str, float]](), list[dict[str, float]]()
     for repeat in range(repeats):
         alone.append(generate(side, work / "prompts.json", best))
-        ours.append(extract(side, dataset, store := work / f"store-{repeat}"))
-        shutil.rmtree(store)
+        ours.append(extract(side, dataset, work / f"store-{repeat}", costs=costs))
     ratio = median([one["seconds"] for one in ours]) / median([one["seconds"] for one in alone])
     tokens = sum(map(len, prompts))
+    rows.append(_row(side.label, "pipeline, first run", int(first["in_flight_at_end"]), [first], tokens, None))
     rows.append(_row(side.label, "generator, best", best, alone, tokens, None))
     rows.append(_row(side.label, "pipeline", int(ours[-1]["in_flight_at_end"]), ours, tokens, ratio))
     return ratio, rows
@@ -155,13 +158,18 @@ def generate(side: Side, prompts: Path, in_flight: int) -> dict[str, float]:
     )  # fmt: skip
 
 
-def extract(side: Side, dataset: Path, store: Path, *options: str) -> dict[str, float]:
-    """One run of the pipeline into a new store."""
+def extract(side: Side, dataset: Path, store: Path, *options: str, costs: Path | None = None) -> dict[str, float]:
+    """One run of the pipeline into a new store, which is removed. `costs`: a folder where the engine's history is kept."""
+    if costs is not None and costs.is_dir():
+        shutil.copytree(costs, store / "costs")
     found = _floats(
         run_module("benchmarks.pipeline", str(dataset), str(store), "--engine", side.parameters.model_dump_json(), *options)
     )
     if found["errors"]:
         raise RuntimeError(f"{found['errors']} samples failed")
+    if costs is not None:
+        shutil.copytree(store / "costs", costs, dirs_exist_ok=True)
+    shutil.rmtree(store)
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafter_data.cost_fit import non_negative_least_squares
-from drafter_data.costs import CostModel, FoundInFlight, costs_path
+from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.errors import InputError
 
 
@@ -117,6 +117,24 @@ def test_costs_forecast_of_other_lengths_is_right_whatever_is_in_flight(in_fligh
     assert forecast.seconds == pytest.approx(true, rel=0.08)
     assert forecast.low_seconds < forecast.seconds < forecast.high_seconds
     assert (forecast.samples, forecast.tokens, forecast.bytes) == (3000, longer.sum(), longer.sum() * 100)
+
+
+def test_costs_work_in_windows_of_other_lengths_and_numbers_in_flight_is_valued_by_one_law() -> None:
+    """What the search for the number in flight compares: an engine that is a tenth slower with 16 in flight than with 2."""
+    law, rng, model = (0.02, 25e-6, 2e-9), np.random.default_rng(8), CostModel("engine")
+    heard = list[CostWindow]()
+    model.on_window = heard.append
+    clock = work(model, rng.integers(100, 3000, 400), law, 2, 3)
+    work(model, rng.integers(100, 3000, 400), (1.1 * law[0], 1.1 * law[1], 1.1 * law[2]), 16, 4, start=clock)
+    of_2, of_16 = ([window for window in heard if window.in_flight == number] for number in (2, 16))
+    worth = model.expected_seconds([*of_2, *of_16])
+    rates = [
+        float(part.sum()) / sum(window.seconds for window in windows)
+        for part, windows in ((worth[: len(of_2)], of_2), (worth[len(of_2) :], of_16))
+    ]
+    assert rates[0] / rates[1] == pytest.approx(1.1, rel=0.015)
+    true = [sum(law[k] * x for k, x in enumerate((w.requests, w.tokens, w.tokens2))) for w in (*of_2, *of_16)]
+    assert np.std(np.log(worth / true)) < 0.02  # one and the same factor for all
 
 
 def test_costs_nothing_observed_uses_the_prior_and_says_so() -> None:
