@@ -17,9 +17,11 @@ TUKEY = 6.0
 PAUSE = 3.0
 """A window that took this many times what its neighbours did holds a pause: it says nothing about the engine's speed."""
 AGE_WINDOWS = 512
-FEWEST_RECENT = 8
+FEWEST_RECENT, FEWEST_BLOCKS = 8, 4
 CHANGE, SMALLEST_CHANGE, CHANGE_ROUNDS = 16.0, 0.03, 3
 """A change of speed is believed when it explains this many squared noises, and is no smaller than this share."""
+WANDERING = 0.2
+"""Logarithm. A smaller change of speed may be gone again as it came: the interval then holds what varied before it as well."""
 MODEL_SHARE, OTHER_LENGTHS_SHARE = 0.03, 0.05
 """What the law itself misses, as a share, and how much more when lengths change by a factor of e. Real hosts wander more than the
 engines of `benchmarks.eta`, for minutes and without notice: there the 90 % interval covers a little more than that."""
@@ -51,7 +53,10 @@ def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
     are brought to today's speed first.
     """
     usable_w = weight_w * _without_pauses(x_w3, seconds_w)
-    recent, factor = _last_change(x_w3, seconds_w, usable_w)
+    # Of the others too few tell of the speed: the last of a long run and a canary's behind it would be a change.
+    used = _used(usable_w)
+    recent, factor = _last_change(x_w3[used], seconds_w[used], usable_w[used])
+    recent = len(seconds_w) - int(np.flatnonzero(used)[-recent]) if recent < np.count_nonzero(used) else len(seconds_w)
     coefficients_3, robust_w = _fit(x_w3, _at_todays_speed(seconds_w, recent, factor), usable_w)
     expected_w = np.maximum(x_w3 @ coefficients_3, 1e-12)
     since_w = usable_w.copy()
@@ -59,6 +64,8 @@ def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
     coefficients_3 = coefficients_3 * _level(expected_w, seconds_w, since_w)
     expected_w = np.maximum(x_w3 @ coefficients_3, 1e-12)
     noise = _noise(expected_w, seconds_w, since_w)
+    if recent < len(since_w) and abs(np.log(factor)) < WANDERING:
+        noise = max(noise, _noise(expected_w * _level(expected_w, seconds_w, usable_w), seconds_w, usable_w))
     covariance_33 = _covariance(x_w3, expected_w, usable_w * robust_w, since_w, coefficients_3, noise)
     return Fitted(coefficients_3, covariance_33, noise, _lately(x_w3))
 
@@ -182,13 +189,15 @@ def _total(expected_w: Floats, weight_w: Floats) -> float:
 
 
 def _noise(expected_w: Floats, seconds_w: Floats, weight_w: Floats, *, level_free: bool = False) -> float:
-    """Seconds a root second: the largest over blocks of 1, 2, 4 … windows, since neighbours vary together."""
-    used = weight_w > 0.1 * weight_w.max(initial=0)
+    """Seconds a root second: the largest over blocks of 1, 2, 4 … windows, since neighbours vary together. A host that others use
+    as well wanders for minutes.
+    """
+    used = _used(weight_w)
     expected_w, seconds_w = expected_w[used], seconds_w[used]
     if level_free:
         expected_w = expected_w * _local_median(seconds_w / expected_w)
     largest, block = 0.0, 1
-    while block == 1 or len(seconds_w) >= 8 * block:
+    while block == 1 or len(seconds_w) >= FEWEST_BLOCKS * block:
         starts = np.arange(0, len(seconds_w), block)
         expected_b = np.add.reduceat(expected_w, starts) if len(starts) else expected_w
         residual_b = np.add.reduceat(seconds_w, starts) - expected_b if len(starts) else expected_w
@@ -197,6 +206,10 @@ def _noise(expected_w: Floats, seconds_w: Floats, weight_w: Floats, *, level_fre
         block *= 2
     few = 1 + 4 / max(len(seconds_w), 1)
     return float(np.sqrt(largest) * few) if len(seconds_w) > 1 else 0.3 * float(np.sqrt(expected_w.sum()))
+
+
+def _used(weight_w: Floats) -> NDArray[np.bool_]:
+    return weight_w > 0.1 * weight_w.max(initial=0)
 
 
 def _covariance(

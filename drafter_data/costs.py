@@ -123,7 +123,7 @@ class CostModel:
         """Keeps the history (at most 1,024 windows) for the next run on this engine."""
         with self._lock:
             history = CostHistory(
-                fingerprint=self.fingerprint, windows=tuple(self._with_open()), found_in_flight=self.found_in_flight
+                fingerprint=self.fingerprint, windows=tuple(self._to_keep()), found_in_flight=self.found_in_flight
             )
         write_atomic(path, history.model_dump_json())
 
@@ -202,6 +202,14 @@ class CostModel:
         widest = max((k for _, _, k in self._open), default=0)
         told = self._open and (widest <= 1 or len(self._open) >= MIN_WINDOW_REQUESTS)
         return [*self._windows, self._open_window(self._last_finish or 0.0)] if told else list(self._windows)
+
+    def _to_keep(self) -> list[CostWindow]:
+        """All windows, with the open one where nothing like it is known. It is the end of a busy time: engines answer their last
+        requests the sooner the longer they were ahead of their replies, so that it would say that the engine had become faster.
+        """
+        known = any(w.in_flight > 1 and not w.filling for w in self._windows)
+        windows = self._with_open()
+        return list(self._windows) if known and windows[-1].in_flight > 1 else windows
 
     def _open_window(self, ended_at: float) -> CostWindow:
         """The open window as it stands."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from drafter_data.cost_fit import non_negative_least_squares
-from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
+from drafter_data.costs import CostHistory, CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.errors import InputError
 
 
@@ -172,7 +172,8 @@ def test_costs_history_is_kept_per_fingerprint_and_forecasts_the_next_run(tmp_pa
     model.save(path)
     assert path == tmp_path / "costs" / "engine-a.json"
     loaded = CostModel.load(path)
-    assert loaded.fit() == model.fit()
+    assert loaded.fit().linear_seconds_per_token == pytest.approx(model.fit().linear_seconds_per_token, rel=0.01)
+    assert loaded.fit().source == "observed"
     assert CostModel.load(costs_path(tmp_path, "engine-b")).fit().source == "prior"
     path.write_text("{}")
     with pytest.raises(InputError, match="remove it"):
@@ -194,6 +195,34 @@ def test_costs_found_in_flight_is_kept_and_holds_for_like_lengths_within_the_bou
     lengths_n = np.array([mean - 10, mean + 10])
     assert kept.found_for(lengths_n, bound) == (found if holds else None)
     assert kept.found_for(lengths_n[:0], bound) is None
+
+
+def test_costs_end_of_a_run_is_not_kept_as_its_speed(tmp_path: Path) -> None:
+    """An engine that answers a pass at the end of the next one answers the last requests at once."""
+    path, law = costs_path(tmp_path, "abc"), (0.01, 80e-6)
+    model, lengths = CostModel("abc"), np.random.default_rng(4).integers(100, 1400, 600)
+    for tokens, seconds, in_flight, at in served_in_passes(lengths, law, 32, ahead=True):
+        model.observe(tokens, seconds, in_flight, finished_at=at)
+    model.save(path)
+    kept = [window for window in CostHistory.model_validate_json(path.read_bytes()).windows if not window.filling]
+    law_3 = np.array([law[0] + 0.004 / 5, law[1], 0.0])
+    pace_w = [float(law_3 @ (w.requests, w.tokens, w.tokens2)) / w.seconds for w in kept]
+    assert len(kept) > 10
+    assert pace_w == pytest.approx([1.0] * len(kept), rel=0.12)
+
+
+def test_costs_canary_behind_a_run_makes_its_last_window_no_change_of_speed() -> None:
+    rng, windows = np.random.default_rng(5), list[CostWindow]()
+    for k in range(40):
+        tokens = int(rng.integers(16_000, 24_000))
+        seconds = 1e-4 * tokens * float(np.exp(rng.normal(0, 0.05))) * (0.7 if k == 39 else 1.0)
+        windows.append(
+            CostWindow(requests=32, tokens=tokens, tokens2=tokens**2 / 32, seconds=seconds, in_flight=32, ended_at=3.0 * k)
+        )
+    model, lengths = CostModel("abc", windows), [625] * 1000
+    for k in range(7):
+        model.observe(1000, 0.2, 1, finished_at=1e4 + k)
+    assert model.forecast(lengths, in_flight=32, bytes_per_token=1).seconds == pytest.approx(62.5, rel=0.06)
 
 
 def test_costs_history_that_names_no_number_in_flight_is_refused(tmp_path: Path) -> None:
