@@ -53,7 +53,7 @@ def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
     are brought to today's speed first.
     """
     usable_w = weight_w * _without_pauses(x_w3, seconds_w)
-    # Of the others too few tell of the speed: the last of a long run and a canary's behind it would be a change.
+    # Windows with other numbers in flight say nothing of it: a canary's, behind a run, would make the run's last one a change.
     used = _used(usable_w)
     recent, factor = _last_change(x_w3[used], seconds_w[used], usable_w[used])
     recent = len(seconds_w) - int(np.flatnonzero(used)[-recent]) if recent < np.count_nonzero(used) else len(seconds_w)
