@@ -10,7 +10,6 @@ import argparse
 import shutil
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +68,8 @@ def main() -> None:
         Result(
             name="eta_real",
             title="ETA on a real SGLang 0.5.23 on the CPU: error of the remaining time",
-            command=f"python -m benchmarks.eta_real --samples {options.samples} --campaigns {options.campaigns}",
+            command=f"python -m benchmarks.eta_real --campaigns {options.campaigns} --samples {options.samples} "
+            f"--mean-tokens {options.mean_tokens:g}",
             columns=COLUMNS,
             rows=rows,
             goals={
@@ -113,8 +113,9 @@ def _judged(before: Forecast, looks: list[Look], started: float, ended: float, s
     fair = [one for one in looks if FROM_SHARE <= one.share <= TO_SHARE]
     left = np.array([ended - one.at for one in fair])
     said = np.array([one.forecast.seconds for one in fair])
-    reached = [min(looks, key=lambda one: abs(one.share - fifth / 5)).at for fifth in range(1, 5)]
-    pace = [wall / 5 / (end - begin) for begin, end in pairwise([started, *reached, ended])]
+    at_s = np.array([started, *(one.at for one in looks), ended])
+    reached = np.interp(np.arange(6) / 5, np.array([0.0, *(one.share for one in looks), 1.0]), at_s)
+    pace = wall / 5 / np.maximum(np.diff(reached), 1e-3)
     by_samples = np.array([(samples - one.done) * (one.at - started) / max(one.done, 1) for one in fair])
     errors = np.abs(said / left - 1)
     covered = np.mean([one.forecast.low_seconds <= rest <= one.forecast.high_seconds for one, rest in zip(fair, left, strict=True)])

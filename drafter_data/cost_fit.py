@@ -20,8 +20,11 @@ AGE_WINDOWS = 512
 FEWEST_RECENT, FEWEST_BLOCKS = 8, 4
 CHANGE, SMALLEST_CHANGE, CHANGE_ROUNDS = 16.0, 0.03, 3
 """A change of speed is believed when it explains this many squared noises, and is no smaller than this share."""
-WANDERING = 0.2
-"""Logarithm. A smaller change of speed may be gone again as it came: the interval then holds what varied before it as well."""
+SMALL_CHANGE, LARGE_CHANGE = 0.15, 0.25
+"""Logarithms of speed. A change smaller than the first may go as it came, as on hosts that others use as well; one larger than the
+second stays; those between count in part."""
+STAYS = 0.6
+"""Standard error of what a small change brings or costs when it does not go: with 90 % it may just stay."""
 MODEL_SHARE, OTHER_LENGTHS_SHARE = 0.03, 0.05
 """What the law itself misses, as a share, and how much more when lengths change by a factor of e. Real hosts wander more than the
 engines of `benchmarks.eta`, for minutes and without notice: there the 90 % interval covers a little more than that."""
@@ -29,21 +32,31 @@ engines of `benchmarks.eta`, for minutes and without notice: there the 90 % inte
 
 @dataclass(frozen=True)
 class Fitted:
-    """`coefficients_3` in seconds, their covariance, and `noise`: seconds a root second by which the same work varies."""
+    """`coefficients_3` in seconds at today's speed, their covariance, and `noise`: seconds a root second by which like work varies.
+
+    `usual`: the mean of all windows over today's speed, which has lasted for `lasted` seconds; 1 where no small change was found.
+    """
 
     coefficients_3: Floats
     covariance_33: Floats
     noise: float
     recent_tokens: float
+    usual: float
+    lasted: float
 
     def seconds_and_error(self, work_3: Floats) -> tuple[float, float]:
-        """Seconds of some work, and the standard error of that: of the fit, of the noise, and of the law itself, which is less sure
-        for other lengths than those of late (`recent_tokens` a request)."""
-        seconds = float(work_3 @ self.coefficients_3)
+        """Seconds of some work, and the standard error of that: of the fit, of the noise, of a small change that may stay or go,
+        and of the law itself, which is less sure for other lengths than those of late (`recent_tokens` a request).
+
+        A small change of speed is taken to last as long again as it has lasted; what is left then is done at the usual speed.
+        """
+        today = float(work_3 @ self.coefficients_3)
+        seconds = min(today, self.lasted) + max(0.0, today - self.lasted) * self.usual
         of_fit = float(work_3 @ self.covariance_33 @ work_3)
         mean_tokens = work_3[1] / max(work_3[0], 1.0)
         share = MODEL_SHARE + OTHER_LENGTHS_SHARE * abs(float(np.log(max(mean_tokens, 1.0) / max(self.recent_tokens, 1.0))))
-        return seconds, float(np.sqrt(of_fit + self.noise**2 * seconds + (share * seconds) ** 2))
+        of_change = STAYS * (today - seconds)
+        return seconds, float(np.sqrt(of_fit + self.noise**2 * seconds + (share * seconds) ** 2 + of_change**2))
 
 
 def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
@@ -53,21 +66,25 @@ def fit_windows(x_w3: Floats, seconds_w: Floats, weight_w: Floats) -> Fitted:
     are brought to today's speed first.
     """
     usable_w = weight_w * _without_pauses(x_w3, seconds_w)
-    # Windows with other numbers in flight say nothing of it: a canary's, behind a run, would make the run's last one a change.
+    # Windows with other numbers in flight tell of lengths only: a canary's, behind a run, would make the run's last one a change.
     used = _used(usable_w)
+    speed_w = np.where(used, usable_w, 0.0)
     recent, factor = _last_change(x_w3[used], seconds_w[used], usable_w[used])
-    recent = len(seconds_w) - int(np.flatnonzero(used)[-recent]) if recent < np.count_nonzero(used) else len(seconds_w)
-    coefficients_3, robust_w = _fit(x_w3, _at_todays_speed(seconds_w, recent, factor), usable_w)
+    changed_at = int(np.flatnonzero(used)[-recent]) if recent < np.count_nonzero(used) else 0
+    coefficients_3, robust_w = _fit(x_w3, _at_todays_speed(seconds_w, len(seconds_w) - changed_at, factor), usable_w)
     expected_w = np.maximum(x_w3 @ coefficients_3, 1e-12)
-    since_w = usable_w.copy()
-    since_w[: len(since_w) - recent] = 0
+    since_w = np.where(np.arange(len(seconds_w)) < changed_at, 0.0, speed_w)
     coefficients_3 = coefficients_3 * _level(expected_w, seconds_w, since_w)
     expected_w = np.maximum(x_w3 @ coefficients_3, 1e-12)
-    noise = _noise(expected_w, seconds_w, since_w)
-    if recent < len(since_w) and abs(np.log(factor)) < WANDERING:
-        noise = max(noise, _noise(expected_w * _level(expected_w, seconds_w, usable_w), seconds_w, usable_w))
+    noise, usual = _noise(expected_w, seconds_w, since_w), 1.0
+    goes = float(np.clip((LARGE_CHANGE - abs(np.log(factor))) / (LARGE_CHANGE - SMALL_CHANGE), 0, 1)) if changed_at else 0.0
+    if goes:
+        usual = _level(expected_w, seconds_w, speed_w)
+        noise = max(noise, goes * _noise(expected_w * usual, seconds_w, speed_w))
+        usual = float(np.clip(usual, min(factor, 1 / factor), max(factor, 1 / factor)) ** goes)
     covariance_33 = _covariance(x_w3, expected_w, usable_w * robust_w, since_w, coefficients_3, noise)
-    return Fitted(coefficients_3, covariance_33, noise, _lately(x_w3))
+    lasted = float(seconds_w[since_w > 0].sum())
+    return Fitted(coefficients_3, covariance_33, noise, _lately(x_w3[used]), usual, lasted)
 
 
 def _lately(x_w3: Floats) -> float:
@@ -189,9 +206,7 @@ def _total(expected_w: Floats, weight_w: Floats) -> float:
 
 
 def _noise(expected_w: Floats, seconds_w: Floats, weight_w: Floats, *, level_free: bool = False) -> float:
-    """Seconds a root second: the largest over blocks of 1, 2, 4 … windows, since neighbours vary together. A host that others use
-    as well wanders for minutes.
-    """
+    """Seconds a root second: the largest over blocks of 1, 2, 4 … windows, since neighbours vary together."""
     used = _used(weight_w)
     expected_w, seconds_w = expected_w[used], seconds_w[used]
     if level_free:
@@ -209,6 +224,7 @@ def _noise(expected_w: Floats, seconds_w: Floats, weight_w: Floats, *, level_fre
 
 
 def _used(weight_w: Floats) -> NDArray[np.bool_]:
+    """Windows of the conditions that are asked for, or what is nearest to them."""
     return weight_w > 0.1 * weight_w.max(initial=0)
 
 

@@ -36,6 +36,8 @@ MAX_WINDOWS = 1024
 MIN_WINDOW_REQUESTS = 4
 Z_90 = 1.645
 MAX_IDLE_SECONDS = 2.0
+COMPARED_SECONDS = 12 * 3600.0
+"""So long a comparison of numbers in flight holds for the runs that follow: short ones compare nothing by themselves."""
 FILLING_WEIGHT = 0.05
 """Of a busy time's first window, against the others."""
 UNDER_WAY_SHARE = 0.5 / 12**0.5
@@ -59,10 +61,13 @@ class CostWindow(Record):
 
 
 class FoundInFlight(Record):
-    """The number in flight that a run's search ended with, over prompts of `mean_tokens`; `no_better`: where it looked further."""
+    """The number in flight that a run's search ended with, over prompts of `mean_tokens`; `no_better` than it were those, compared
+    until `found_at` (seconds since 1970).
+    """
 
     requests: int = Field(ge=1)
     mean_tokens: float
+    found_at: float
     no_better: tuple[Literal["more", "fewer"], ...] = ()
 
 
@@ -125,7 +130,7 @@ class CostModel:
             history = CostHistory(
                 fingerprint=self.fingerprint, windows=tuple(self._to_keep()), found_in_flight=self.found_in_flight
             )
-        write_atomic(path, history.model_dump_json())
+        write_atomic(path, history.model_dump_json(exclude_none=True))
 
     def observe(self, tokens: int, seconds: float, in_flight: int, *, finished_at: float | None = None) -> None:
         """Takes in one finished request: `tokens`, its `seconds` from sending to reply, requests open when it was sent.
@@ -164,7 +169,7 @@ class CostModel:
         """Whether the history holds work with about that many in flight: half to double."""
         with self._lock:
             windows = list(self._windows)
-        return any(not w.filling and in_flight / 2 <= w.in_flight <= 2 * in_flight for w in windows)
+        return _tell_of(windows, in_flight)
 
     def _close_if_whole(self, ended_at: float, gap: float, in_flight: int) -> None:
         """Ends the open window where it holds enough requests and the next one comes after a pause.
@@ -204,12 +209,11 @@ class CostModel:
         return [*self._windows, self._open_window(self._last_finish or 0.0)] if told else list(self._windows)
 
     def _to_keep(self) -> list[CostWindow]:
-        """All windows, with the open one where nothing like it is known. It is the end of a busy time: engines answer their last
-        requests the sooner the longer they were ahead of their replies, so that it would say that the engine had become faster.
+        """All windows, with the open one unless others of about its number in flight are known. It is the end of a busy time:
+        engines answer their last requests the sooner the longer they were ahead of their replies, as if they had become faster.
         """
-        known = any(w.in_flight > 1 and not w.filling for w in self._windows)
-        windows = self._with_open()
-        return list(self._windows) if known and windows[-1].in_flight > 1 else windows
+        windows, widest = self._with_open(), max((k for _, _, k in self._open), default=0)
+        return list(self._windows) if widest > 1 and _tell_of(self._windows, widest) else windows
 
     def _open_window(self, ended_at: float) -> CostWindow:
         """The open window as it stands."""
@@ -275,11 +279,15 @@ class CostModel:
         return np.array([_work_of(window) for window in windows]) @ np.array(coefficients_3)
 
     def found_for(self, lengths_n: NDArray[Any], bound: int) -> FoundInFlight | None:
-        """What an earlier run found, where it holds for prompts of these lengths: half to double its own in the mean."""
+        """What an earlier run found, where it holds for prompts of these lengths: half to double its own in the mean. What was no
+        better is open again where it was compared half a day ago, or where `bound` is lower.
+        """
         found = self.found_in_flight
-        if found is None or found.requests > bound or not len(lengths_n):
+        if found is None or not len(lengths_n) or not found.mean_tokens / 2 <= float(lengths_n.mean()) <= 2 * found.mean_tokens:
             return None
-        return found if found.mean_tokens / 2 <= float(lengths_n.mean()) <= 2 * found.mean_tokens else None
+        if found.requests <= bound and time.time() - found.found_at < COMPARED_SECONDS:
+            return found
+        return found.model_copy(update={"requests": min(found.requests, bound), "no_better": ()})
 
     @property
     def usual_in_flight(self) -> int:
@@ -299,6 +307,10 @@ class CostModel:
         fitted = fit_windows(x_w3, seconds_w, weight_w)
         share = float(fitted.noise / np.sqrt(np.median(seconds_w)))
         return _cost_fit(fitted.coefficients_3, share, sum(w.requests for w in windows), "observed"), fitted
+
+
+def _tell_of(windows: Sequence[CostWindow], in_flight: int) -> bool:
+    return any(not w.filling and in_flight / 2 <= w.in_flight <= 2 * in_flight for w in windows)
 
 
 def _window(tokens: Sequence[int], seconds: float, in_flight: int, ended_at: float, *, filling: bool = False) -> CostWindow:

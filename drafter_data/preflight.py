@@ -49,8 +49,7 @@ def run_preflight(
     swept = engine.sweep()
     canary = Canary(engine, checkpoint, dump_timeout_seconds=extraction.dump_timeout_seconds, seed=seed)
     bound = min(extraction.in_flight, info.in_flight_limit)
-    known = costs.found_for(to_come_n, bound)
-    in_flight = known.requests if known else first_in_flight(to_come_n, bound)
+    in_flight = first_in_flight(to_come_n, bound, costs.found_for(to_come_n, bound))
     longest = int(lengths.max())
     burst = [] if costs.tells_of(in_flight) else burst_lengths(to_come_n, in_flight, spent_tokens=tokens_of_canary(longest))
     probes = [int(value) for value in np.quantile(lengths, PROBE_QUANTILES)]

@@ -83,7 +83,7 @@ class ExtractionSession:
         missing = missing_samples(self.store, self.plan)
         bound = min(settings.in_flight, info.in_flight_limit)
         known = self.costs.found_for(missing.tokens_n, bound)
-        first = known.requests if known else first_in_flight(missing.tokens_n, bound)
+        first = first_in_flight(missing.tokens_n, bound, known)
         self.window = Window(
             requests=first,
             lengths_must_differ=info.lengths_must_differ,

@@ -49,8 +49,12 @@ SAME_NUMBER = 0.75
 """Windows with more than that share of a number in flight count as of it."""
 
 
-def first_in_flight(lengths_n: NDArray[Any], bound: int) -> int:
-    """Requests in flight when a run over prompts of these lengths begins on an unknown engine; `bound` is the most it may have."""
+def first_in_flight(lengths_n: NDArray[Any], bound: int, known: FoundInFlight | None = None) -> int:
+    """Requests in flight when a run over prompts of these lengths begins: what an earlier one found, or what fills two passes.
+    `bound` is the most that it may have.
+    """
+    if known is not None:
+        return min(known.requests, bound)
     mean = float(lengths_n.mean()) if len(lengths_n) else FIRST_TOKENS
     return max(1, min(2 ** round(math.log2(max(2.0, FIRST_TOKENS / mean))), MOST_AT_FIRST, bound))
 
@@ -69,8 +73,8 @@ class InFlightTuner:
         engine_limit: int,
         expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]],
     ) -> None:
-        """`bound` is the most that is tried by itself; what an earlier run found `no_better` ("more", "fewer") is tried
-        later; `expected_seconds` says of windows what their lengths make them take.
+        """`bound` is the most that is tried by itself; what an earlier run found `no_better` ("more", "fewer") is tried later;
+        `expected_seconds` says of windows what their lengths make them take.
         """
         self._window = window
         self._control = control
@@ -92,7 +96,9 @@ class InFlightTuner:
         return self._search.home if asked is None else asked
 
     def found(self, mean_tokens: float) -> FoundInFlight | None:
-        """What the next run over prompts of `mean_tokens` may begin with; None where this one compared nothing."""
+        """What the next run over prompts of `mean_tokens` may begin with; None where this one compared nothing, or where something
+        else than the search decided.
+        """
         return self._search.found(mean_tokens)
 
     def _run(self) -> None:
@@ -146,7 +152,6 @@ class _Direction:
         return self.step(home) if self.left is None else self.left
 
     def rest(self, now: float) -> None:
-        self.no_better = True
         self.rest_until = now + self.hold
         self.hold = min(2 * self.hold, LONGEST_HOLD_SECONDS)
 
@@ -176,7 +181,7 @@ class _Search:
         expected_seconds: Callable[[Sequence[CostWindow]], NDArray[np.float64]],
     ) -> None:
         self.home = first
-        self._compared = False
+        self._compared = self._bounded = False
         self._known_no_better = no_better
         self.came = deque[CostWindow]()
         self._expected_seconds = expected_seconds
@@ -192,7 +197,8 @@ class _Search:
     def found(self, mean_tokens: float) -> FoundInFlight | None:
         """See InFlightTuner.found."""
         no_better = tuple[Literal["more", "fewer"], ...](one.name for one in self._directions if one.no_better)
-        return FoundInFlight(requests=self.home, mean_tokens=mean_tokens, no_better=no_better) if self._compared else None
+        found = FoundInFlight(requests=self.home, mean_tokens=mean_tokens, found_at=time.time(), no_better=no_better)
+        return found if self._compared and not self._bounded else None
 
     def _turn_to(self, number: int, now: float) -> None:
         self._on, self._began = number, now
@@ -208,6 +214,7 @@ class _Search:
         """Takes in what came; returns the number to use next."""
         for one in self._directions:
             if one.name in self._known_no_better:
+                one.no_better = True
                 one.rest(now)
         self._known_no_better = ()
         while self.came:
@@ -222,7 +229,7 @@ class _Search:
         elif whole:
             self._weigh(self._comparison, now)
         elif now - self._began > self._comparison.patience:
-            self._settle(self._comparison, now, accepted=False)  # so many never are in flight: something else bounds them
+            self._give_up(self._comparison, now)  # so many never are in flight: something else bounds them
         return self._on
 
     def _hear(self, window: CostWindow) -> None:
@@ -239,6 +246,7 @@ class _Search:
     def _may_begin(self, now: float, *, whole: bool) -> None:
         if len(self._fewer) >= FEWER_WINDOWS:  # the dump folder's bytes bound them, or lengths that must differ
             self.home = max(1, *self._fewer)
+            self._bounded = True
             self._turn_to(self.home, now)
             return
         ready = [one for one in self._directions if one.next(self.home) != self.home and now >= one.rest_until]
@@ -274,19 +282,27 @@ class _Search:
             variance += 1 / float(seconds_w[of].sum())
         return math.log(rates[1] / rates[0] / GAIN), max(NOISE, math.sqrt(square / len(seconds_w))) * math.sqrt(variance)
 
-    def _settle(self, comparison: _Comparison, now: float, *, accepted: bool) -> None:
+    def _give_up(self, comparison: _Comparison, now: float) -> None:
         comparison.direction.left = None
+        comparison.direction.rest(now)
+        self._comparison = None
+        self._turn_to(self.home, now)
+
+    def _settle(self, comparison: _Comparison, now: float, *, accepted: bool) -> None:
         self._compared = True
-        if accepted:
-            comparison.direction.no_better = False
-            for one in self._directions:
-                one.hold = HOLD_SECONDS
-                if one is not comparison.direction:
-                    one.left = self.home
-                    one.rest(now)
-            self.home = comparison.trial
-            self._directions.sort(key=lambda one: one is not comparison.direction)
-        else:
-            comparison.direction.rest(now)
+        if not accepted:
+            comparison.direction.no_better = True
+            self._give_up(comparison, now)
+            return
+        for one in self._directions:
+            one.hold = HOLD_SECONDS
+            one.no_better = one is not comparison.direction
+            one.left = None
+            if one is not comparison.direction:
+                one.left = self.home
+                one.rest(now)
+        self._bounded &= comparison.trial < self.home
+        self.home = comparison.trial
+        self._directions.sort(key=lambda one: one is not comparison.direction)
         self._comparison = None
         self._turn_to(self.home, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,56 @@ def test_costs_engine_becomes_slower_is_followed_within_a_few_requests() -> None
     assert forecast.seconds == pytest.approx(float((0.03 + 37.5e-6 * lengths).sum()), rel=0.05)
 
 
+@pytest.mark.parametrize("change", [0.87, 1.15])
+def test_costs_small_change_of_speed_is_expected_to_last_as_long_again(change: float) -> None:
+    """Hosts that others use as well come back to their usual speed."""
+    rng, model, clock = np.random.default_rng(9), CostModel("engine"), 0.0
+    for k in range(400):
+        clock += 0.1 * float(np.exp(rng.normal(0, 0.03))) * (change if k >= 340 else 1.0)
+        model.observe(1000, 0.1, 1, finished_at=clock)
+    usual = (340 + 60 * change) / 400
+    for count in (3, 60, 3000):
+        said = model.forecast([1000] * count, in_flight=1, bytes_per_token=1)
+        assert said.seconds / 0.1 == pytest.approx(min(count, 60) * change + max(0, count - 60) * usual, rel=0.025)
+        assert said.low_seconds <= 0.1 * count * change * 1.01  # it may stay
+        assert said.high_seconds >= 0.1 * count * change * 0.99
+
+
+@pytest.mark.parametrize("change", [0.7, 1.4])
+def test_costs_large_change_of_speed_is_expected_to_stay(change: float) -> None:
+    rng, model, clock = np.random.default_rng(9), CostModel("engine"), 0.0
+    for k in range(400):
+        clock += 0.1 * float(np.exp(rng.normal(0, 0.03))) * (change if k >= 340 else 1.0)
+        model.observe(1000, 0.1, 1, finished_at=clock)
+    assert model.forecast([1000] * 3000, in_flight=1, bytes_per_token=1).seconds == pytest.approx(300 * change, rel=0.025)
+
+
+def test_costs_forecast_does_not_jump_between_small_and_large_changes() -> None:
+    said = list[float]()
+    for change in np.linspace(1.12, 1.34, 23):
+        windows = [_of_32(k, float(change) if k >= 300 else 1.0) for k in range(350)]
+        said.append(CostModel("engine", windows).forecast([625] * 32_000, in_flight=32, bytes_per_token=1).seconds / 2000)
+    assert said[0] == pytest.approx(1.02, abs=0.01)
+    assert said[-1] == pytest.approx(1.34, abs=0.01)
+    assert np.abs(np.diff(said)).max() < 0.05
+
+
+def _of_32(k: int, pace: float, in_flight: int = 32) -> CostWindow:
+    """A window of 32 requests of 625 tokens, 2 s at a pace of 1, give or take 4 %."""
+    seconds = 2.0 * pace * (1 + 0.04 * float(np.sin(7.0 * k)))
+    return CostWindow(requests=32, tokens=20_000, tokens2=12.5e6, seconds=seconds, in_flight=in_flight, ended_at=2.0 * k)
+
+
+@pytest.mark.parametrize("count", [4, 12, 40])
+@pytest.mark.parametrize(("before", "now"), [(1.3, 1.0), (1.0, 1.5)])
+def test_costs_windows_of_another_number_in_flight_tell_nothing_of_the_speed(before: float, now: float, count: int) -> None:
+    """The search went from 16 to 32, or the host became slower just after."""
+    windows = [_of_32(k, before, 16) for k in range(300)] + [_of_32(300 + k, now) for k in range(count)]
+    forecast = CostModel("engine", windows).forecast([625] * 3200, in_flight=32, bytes_per_token=1)
+    assert forecast.seconds == pytest.approx(200 * now, rel=0.04)
+    assert forecast.low_seconds <= 200 * now <= forecast.high_seconds
+
+
 def test_costs_pause_and_outliers_do_not_count() -> None:
     model = CostModel("engine")
     lengths = np.random.default_rng(3).integers(100, 2000, 400)
@@ -181,19 +232,28 @@ def test_costs_history_is_kept_per_fingerprint_and_forecasts_the_next_run(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("mean", "bound", "holds"),
-    [(2000, 64, True), (1001, 64, True), (3999, 64, True), (900, 64, False), (4100, 64, False), (2000, 1, False)],
+    ("mean", "bound", "age", "requests", "no_better"),
+    [
+        (2000, 64, 60, 2, ("more",)),
+        (1001, 64, 60, 2, ("more",)),
+        (3999, 64, 60, 2, ("more",)),
+        (2000, 64, 86_400, 2, ()),  # nights of a minute each compare nothing by themselves
+        (2000, 1, 60, 1, ()),
+        (900, 64, 60, None, ()),
+        (4100, 64, 60, None, ()),
+    ],
 )
-def test_costs_found_in_flight_is_kept_and_holds_for_like_lengths_within_the_bound(
-    mean: int, bound: int, holds: bool, tmp_path: Path
+def test_costs_found_in_flight_is_kept_and_holds_for_like_lengths(
+    mean: int, bound: int, age: float, requests: int | None, no_better: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = costs_path(tmp_path, "abc")
-    found = FoundInFlight(requests=2, mean_tokens=2000, no_better=("more",))
+    found = FoundInFlight(requests=2, mean_tokens=2000, found_at=time.time() - age, no_better=("more",))
     CostModel("abc", found_in_flight=found).save(path)
     kept = CostModel.load(path)
     assert kept.found_in_flight == found
     lengths_n = np.array([mean - 10, mean + 10])
-    assert kept.found_for(lengths_n, bound) == (found if holds else None)
+    held = kept.found_for(lengths_n, bound)
+    assert (held.requests, held.no_better) == (requests, no_better) if held else requests is None
     assert kept.found_for(lengths_n[:0], bound) is None
 
 
@@ -221,13 +281,13 @@ def test_costs_canary_behind_a_run_makes_its_last_window_no_change_of_speed() ->
         )
     model, lengths = CostModel("abc", windows), [625] * 1000
     for k in range(7):
-        model.observe(1000, 0.2, 1, finished_at=1e4 + k)
+        model.observe(1000, 0.2, 1, finished_at=1e4 + 0.2 * k)
     assert model.forecast(lengths, in_flight=32, bytes_per_token=1).seconds == pytest.approx(62.5, rel=0.06)
 
 
 def test_costs_history_that_names_no_number_in_flight_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "abc.json"
-    path.write_text('{"fingerprint": "abc", "windows": [], "found_in_flight": {"requests": 0, "mean_tokens": 1.0}}')
+    path.write_text('{"fingerprint": "abc", "windows": [], "found_in_flight": {"requests": 0, "mean_tokens": 1, "found_at": 1}}')
     with pytest.raises(InputError, match=r"no cost history: .*greater than or equal to 1"):
         CostModel.load(path)
 

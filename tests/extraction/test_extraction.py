@@ -156,7 +156,7 @@ def test_run_tells_its_tuner_what_was_answered(small_model: Path, tmp_path: Path
 def test_run_begins_with_the_number_in_flight_that_an_earlier_one_found(small_model: Path, tmp_path: Path) -> None:
     prompts, store, extraction = random_prompts(40, 8, 64, seed=9), tmp_path / "store", ExtractionParameters()
     dataset = write_dataset(tmp_path / "dataset", prompts)
-    found = FoundInFlight(requests=5, mean_tokens=sum(map(len, prompts)) / len(prompts), no_better=("more",))
+    found = FoundInFlight(requests=5, mean_tokens=sum(map(len, prompts)) / len(prompts), found_at=time.time(), no_better=("more",))
     with running_engine(small_model) as engine:
         unknown = check_engine(dataset, store, engine.parameters(), extraction, keep_free_bytes=0)
         path = costs_path(store, unknown.fingerprint)

@@ -209,6 +209,25 @@ def test_tuner_what_never_comes_to_be_in_flight_is_given_up(tmp_path: Path) -> N
     assert set(used) <= {2, 8}
 
 
+@pytest.mark.parametrize("seconds", [3.0, HOLD_SECONDS])
+def test_tuner_finds_nothing_where_something_else_bounds_the_number(seconds: float, tmp_path: Path) -> None:
+    """The dump folder's bytes, before any comparison and after one: the next run must not begin with what they allowed."""
+    searching, engine = tuner(tmp_path, first=32, bound=64), _Engine(16)
+    tuned(searching, engine, seconds)
+    tuned(searching, engine, HOLD_SECONDS, most_open=3)
+    assert searching.settled <= 3
+    assert searching.found(100) is None
+
+
+def test_tuner_trial_during_which_the_engine_is_gone_is_no_comparison(tmp_path: Path) -> None:
+    searching, engine = tuner(tmp_path, first=8, bound=64), _Engine(64)
+    while searching.decide(engine.now) == 8:
+        searching.took(engine.window(8))
+    engine.now += HOLD_SECONDS
+    assert searching.decide(engine.now) == 8
+    assert searching.found(100) is None
+
+
 def test_tuner_home_that_is_never_reached_is_what_there_is(tmp_path: Path) -> None:
     """With 6 of 8 possible at most, fewer must be tried all the same."""
     searching = tuner(tmp_path, first=8, bound=64)
