@@ -50,11 +50,11 @@ SAME_NUMBER = 0.75
 
 
 def first_in_flight(lengths_n: NDArray[Any], bound: int, known: FoundInFlight | None = None) -> int:
-    """Requests in flight when a run over prompts of these lengths begins: what an earlier one found, or what fills two passes.
-    `bound` is the most that it may have.
+    """Requests in flight when a run over prompts of these lengths begins: what an earlier one found (`CostModel.found_for`), or
+    what fills two passes. `bound` is the most that it may have.
     """
     if known is not None:
-        return min(known.requests, bound)
+        return known.requests
     mean = float(lengths_n.mean()) if len(lengths_n) else FIRST_TOKENS
     return max(1, min(2 ** round(math.log2(max(2.0, FIRST_TOKENS / mean))), MOST_AT_FIRST, bound))
 
@@ -196,9 +196,10 @@ class _Search:
 
     def found(self, mean_tokens: float) -> FoundInFlight | None:
         """See InFlightTuner.found."""
+        if self._bounded or not self._compared:
+            return None
         no_better = tuple[Literal["more", "fewer"], ...](one.name for one in self._directions if one.no_better)
-        found = FoundInFlight(requests=self.home, mean_tokens=mean_tokens, found_at=time.time(), no_better=no_better)
-        return found if self._compared and not self._bounded else None
+        return FoundInFlight(requests=self.home, mean_tokens=mean_tokens, found_at=time.time(), no_better=no_better)
 
     def _turn_to(self, number: int, now: float) -> None:
         self._on, self._began = number, now
@@ -294,12 +295,11 @@ class _Search:
             comparison.direction.no_better = True
             self._give_up(comparison, now)
             return
+        comparison.direction.left, comparison.direction.no_better = None, False
         for one in self._directions:
             one.hold = HOLD_SECONDS
-            one.no_better = one is not comparison.direction
-            one.left = None
             if one is not comparison.direction:
-                one.left = self.home
+                one.left, one.no_better = self.home, True
                 one.rest(now)
         self._bounded &= comparison.trial < self.home
         self.home = comparison.trial

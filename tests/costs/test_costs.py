@@ -155,14 +155,19 @@ def test_costs_engine_becomes_slower_is_followed_within_a_few_requests() -> None
     assert forecast.seconds == pytest.approx(float((0.03 + 37.5e-6 * lengths).sum()), rel=0.05)
 
 
-@pytest.mark.parametrize("change", [0.87, 1.15])
-def test_costs_small_change_of_speed_is_expected_to_last_as_long_again(change: float) -> None:
-    """Hosts that others use as well come back to their usual speed."""
+def changed(change: float) -> CostModel:
+    """Has seen 340 requests of 0.1 s one at a time, then 60 at another speed."""
     rng, model, clock = np.random.default_rng(9), CostModel("engine"), 0.0
     for k in range(400):
         clock += 0.1 * float(np.exp(rng.normal(0, 0.03))) * (change if k >= 340 else 1.0)
         model.observe(1000, 0.1, 1, finished_at=clock)
-    usual = (340 + 60 * change) / 400
+    return model
+
+
+@pytest.mark.parametrize("change", [0.87, 1.15])
+def test_costs_small_change_of_speed_is_expected_to_last_as_long_again(change: float) -> None:
+    """Hosts that others use as well come back to their usual speed."""
+    model, usual = changed(change), (340 + 60 * change) / 400
     for count in (3, 60, 3000):
         said = model.forecast([1000] * count, in_flight=1, bytes_per_token=1)
         assert said.seconds / 0.1 == pytest.approx(min(count, 60) * change + max(0, count - 60) * usual, rel=0.025)
@@ -172,11 +177,8 @@ def test_costs_small_change_of_speed_is_expected_to_last_as_long_again(change: f
 
 @pytest.mark.parametrize("change", [0.7, 1.4])
 def test_costs_large_change_of_speed_is_expected_to_stay(change: float) -> None:
-    rng, model, clock = np.random.default_rng(9), CostModel("engine"), 0.0
-    for k in range(400):
-        clock += 0.1 * float(np.exp(rng.normal(0, 0.03))) * (change if k >= 340 else 1.0)
-        model.observe(1000, 0.1, 1, finished_at=clock)
-    assert model.forecast([1000] * 3000, in_flight=1, bytes_per_token=1).seconds == pytest.approx(300 * change, rel=0.025)
+    said = changed(change).forecast([1000] * 3000, in_flight=1, bytes_per_token=1)
+    assert said.seconds == pytest.approx(300 * change, rel=0.025)
 
 
 def test_costs_forecast_does_not_jump_between_small_and_large_changes() -> None:
@@ -225,6 +227,8 @@ def test_costs_history_is_kept_per_fingerprint_and_forecasts_the_next_run(tmp_pa
     loaded = CostModel.load(path)
     assert loaded.fit().linear_seconds_per_token == pytest.approx(model.fit().linear_seconds_per_token, rel=0.01)
     assert loaded.fit().source == "observed"
+    loaded.save(path)
+    assert CostModel.load(path).fit() == loaded.fit()
     assert CostModel.load(costs_path(tmp_path, "engine-b")).fit().source == "prior"
     path.write_text("{}")
     with pytest.raises(InputError, match="remove it"):
