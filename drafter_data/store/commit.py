@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from drafter_data.files import start_writeback, temporary_name
 from drafter_data.safetensors_file import state_header
 from drafter_data.store.state_writer import STATE_MODE, Room, StateWriter
 from drafter_data.verification import hash_and_check
+
+_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT})
+"""Another file system or mount, one without such links, or no /proc: the dump is copied."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,10 @@ class WrittenState:
 
 @contextmanager
 def written_state(
-    final: Path,
-    dump: ClaimedDump,
-    token_ids_s: NDArray[np.int64],
-    label: str,
-    *,
-    direct: bool,
-    turn: AbstractContextManager[object],
+    final: Path, dump: ClaimedDump, token_ids_s: NDArray[np.int64], label: str, *, direct: bool
 ) -> Generator[WrittenState]:
     """Checks the states' content and puts them beside `final`; an error, here or in what is done with them, removes them unless
-    they have got their final name. `direct`: see StateWriter. `turn`: see GroupCommit.
+    they have got their final name. `direct`: see StateWriter.
 
     A dump that is one file in the state form on the store's file system moves in and keeps its blocks: it is linked, leaves the
     dump folder, and only then has its label overwritten by the canonical header. Any other is copied. Raises DumpRejected or
@@ -57,59 +54,41 @@ def written_state(
     size = len(head) + len(ids) + dump.states_slh.nbytes
     digest = xxhash.xxh3_128(head + ids)
     temporary = final.with_name(temporary_name(final.name))
-    writer: _LinkedDump | StateWriter | None = None
+    opened = -1
     try:
-        with turn:
-            if dump.whole_file and _link(dump.whole_file[0], temporary):
-                writer = _LinkedDump(dump, dump.whole_file[0])
-            else:
-                writer = StateWriter(temporary, size, direct=direct)
-        writer.begin(head, ids)
-        hash_and_check(dump.states_slh, dump.dtype, digest, label, writer)
-        with turn:
+        if dump.whole_file and _link(dump.whole_file[0], temporary):
+            descriptor = dump.whole_file[0]
+            start_writeback(descriptor, 0, 0)  # 0: to its end
+            room = Room()
+            hash_and_check(dump.states_slh, dump.dtype, digest, label, room)
+            room.give_back()
+            dump.leave()
+            os.pwrite(descriptor, head, 0)
+            os.fchmod(descriptor, STATE_MODE)
+        else:
+            writer = StateWriter(temporary, size, direct=direct)
+            descriptor = opened = writer.descriptor
+            writer.write(head + ids)
+            hash_and_check(dump.states_slh, dump.dtype, digest, label, writer)
             writer.finish()
             writer.give_back()
-        yield WrittenState(temporary, final, writer.descriptor, size, digest.hexdigest())
+        yield WrittenState(temporary, final, descriptor, size, digest.hexdigest())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     finally:
-        if writer is not None:
-            writer.close()
-
-
-class _LinkedDump(Room):
-    """A dump whose file has a name in the store already: read through its room to be checked, it becomes a state where it lies."""
-
-    def __init__(self, dump: ClaimedDump, descriptor: int) -> None:
-        super().__init__()
-        self.descriptor = descriptor
-        self._dump = dump
-        self._head = b""
-
-    def begin(self, head: bytes, _: bytes) -> None:
-        """Lets the disk begin. The token ids lie in their place, the header waits for `finish`."""
-        self._head = head
-        start_writeback(self.descriptor, 0, 0)  # 0: to its end
-
-    def finish(self) -> None:
-        """Takes it out of the dump folder, and only then its label off."""
-        self._dump.leave()
-        os.pwrite(self.descriptor, self._head, 0)
-        os.fchmod(self.descriptor, STATE_MODE)
-
-    def close(self) -> None:
-        """The descriptor is the dump's."""
+        if opened >= 0:
+            os.close(opened)
 
 
 def _link(dump_descriptor: int, temporary: Path) -> bool:
-    """Gives the inode itself (not whatever now has its name) a name in the store; False on another file system or mount."""
+    """Gives the inode itself (not whatever now has its name) a name in the store; False where that cannot be."""
     try:
         # Only linkat(2) follows the link in /proc (link(2) would link that link itself), and Python calls it where a folder's
         # descriptor is given. Of an absolute path nothing is looked up in that folder, whatever it is.
         os.link(f"/proc/self/fd/{dump_descriptor}", temporary, src_dir_fd=dump_descriptor, follow_symlinks=True)
     except OSError as error:
-        if error.errno == errno.EXDEV:
+        if error.errno in _NO_LINK:
             return False
         raise
     return True

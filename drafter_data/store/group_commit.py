@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,16 +51,12 @@ class _Commit:
 class GroupCommit:
     """Settles the states of threads that wait together: one of them does it for all, while others write the next ones.
 
-    `local`: the states lie on a disk of this host. `turn` is held, by one thread at a time, for what is a row of short system
-    calls: at each of them a thread lets go of the interpreter, and to get it back from others costs more than the call does
-    (benchmarks/NOTES.md). Nothing is waited for under it but the disk's journal; over a network each call is a round trip, so that
-    there it holds nobody up.
+    `local`: the states lie on a disk of this host.
     """
 
     def __init__(self, states: Path, receipts: ReceiptLog) -> None:
         self._receipts = receipts
         self.local = is_local(states)
-        self.turn: AbstractContextManager[object] = threading.Lock() if self.local else nullcontext()
         # Before the first write: a sync of the file system tells each descriptor of what failed since it was opened.
         self._disk = os.open(states, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if syncs_as_one(states) else -1
         self._device = os.fstat(self._disk).st_dev if self._disk >= 0 else None
@@ -140,11 +135,9 @@ class GroupCommit:
     def _settle(self, group: Sequence[_Commit]) -> None:
         as_one = self._may_sync_as_one(group)
         synced = self._synced(_singly(group), _sync_file, as_one=as_one)
-        with self.turn:
-            named = _tried(_singly(synced), _name)
+        named = _tried(_singly(synced), _name)
         lasting = self._synced(_by_folder(named), _sync_folder, as_one=as_one)
-        with self.turn:
-            written = _tried(_singly(lasting), lambda part: self._receipts.write(part[0].receipt))
+        written = _tried(_singly(lasting), lambda part: self._receipts.write(part[0].receipt))
         for one in _tried([written], lambda _: self._receipts.sync()):
             one.settled = True
 

@@ -58,7 +58,7 @@ class Room:
 
 
 class StateWriter(Room):
-    """Writes what was put into its room to a new file of `size` bytes. Raises OSError; the file stays for the caller to remove.
+    """Writes what was put into its room to a new file of `size` bytes. Raises OSError; descriptor and file are the caller's.
 
     `direct`: large files may be written directly. Over a network each such write would be a round trip of its own.
     """
@@ -68,11 +68,10 @@ class StateWriter(Room):
         self.descriptor = _new_file(path, direct=direct and size >= DIRECT_FROM_BYTES)
         self._written = self._started = 0
 
-    def begin(self, head: bytes, ids: bytes) -> None:
-        """Appends what comes before the states: header and token ids."""
-        before = head + ids
-        self.room(len(before))[:] = before
-        self.took(len(before))
+    def write(self, head: bytes) -> None:
+        """Appends bytes that lie elsewhere."""
+        self.room(len(head))[:] = head
+        self.took(len(head))
 
     def took(self, size: int) -> None:
         self._filled += size
@@ -87,10 +86,6 @@ class StateWriter(Room):
         self._write_out(self._filled)
         os.fchmod(self.descriptor, STATE_MODE)
         start_writeback(self.descriptor, self._started, 0)  # 0: to its end
-
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self.descriptor)
 
     def _write_out(self, count: int) -> None:
         left = self._buffer[:count]

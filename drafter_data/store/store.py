@@ -165,20 +165,20 @@ class Store:
         (disk full, read-only) with nothing left behind but, where the last steps fail, a file without a receipt (fsck).
         """
         label = f"sample {state_key[:12]}"
-        identity, group = self.identity, self._committing()
-        expected_lh = (len(identity.layers), identity.hidden_size)
-        with group.turn:
-            check_shape(dump.states_slh, dump.dtype, len(token_ids_s), expected_lh, identity.dtype, label)
-            check_token_ids(dump.token_ids_s, token_ids_s, label)
-            check_columns_distinct(dump.states_slh, label)
-        final = self.path_of(state_key)
+        identity = self.identity
+        check_shape(
+            dump.states_slh, dump.dtype, len(token_ids_s), (len(identity.layers), identity.hidden_size), identity.dtype, label
+        )
+        check_token_ids(dump.token_ids_s, token_ids_s, label)
+        check_columns_distinct(dump.states_slh, label)
+        final, group = self.path_of(state_key), self._committing()
         with self._folder_lock(state_key):
             if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
                 self._receipts.refresh()
             existing = self.find(state_key)
             if existing is not None:
                 return existing
-            with written_state(final, dump, token_ids_s, label, direct=group.local, turn=group.turn) as state:
+            with written_state(final, dump, token_ids_s, label, direct=group.local) as state:
                 receipt = Receipt(
                     state_key=state_key,
                     tokens=len(token_ids_s),

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.world import RAM_DISK, timed_engine, work_folder
 from data_contracts.parameters import ExtractionParameters
 from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.dataset import Dataset
+from drafter_data.extraction import tuning
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over, run_campaign
 from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.extraction.tuning import InFlightTuner
@@ -174,6 +176,26 @@ def test_run_begins_with_the_number_in_flight_that_an_earlier_one_found(small_mo
             assert session.window.limit == 5
             extract_all(session, pending_chunks(plan, session.store))
     assert CostModel.load(path).found_in_flight == found  # this one was too short to compare anything
+
+
+def test_number_in_flight_that_a_run_finds_by_itself_is_the_next_ones_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an engine whose passes take a fifth of a second whatever is in them, so that twice as many bring twice as much."""
+    monkeypatch.setattr(tuning, "BLOCK_SECONDS", 0.3)
+    flags = ("--timed-base-ms", "200", "--timed-us-per-token", "0", "--max-prefill-tokens", "70000", "--chunked-prefill-size", "-1")
+    store, extraction, prompts = tmp_path / "store", ExtractionParameters(), random_prompts(310, 2000, 2100, seed=9)
+    first = write_dataset(tmp_path / "first", prompts[:300])
+    second = write_dataset(tmp_path / "second", prompts[300:])
+    with work_folder(RAM_DISK) as ram, timed_engine(tmp_path, ram / "dumps", hidden_size=8, num_layers=8, flags=flags) as engine:
+        unknown = check_engine(first, store, engine.parameters(), extraction, keep_free_bytes=0)
+        report = run_campaign(first.folder, store, engine.parameters(), extraction)
+        known = check_engine(second, store, engine.parameters(), extraction, keep_free_bytes=0)
+    found = CostModel.load(costs_path(store, known.fingerprint)).found_in_flight
+    assert (report.failed, unknown.first_in_flight) == (0, 8)
+    assert found is not None
+    assert found.requests == known.first_in_flight
+    assert known.first_in_flight >= 16
 
 
 def test_forecast_counts_what_is_done_of_requests_in_flight(small_model: Path, tmp_path: Path) -> None:

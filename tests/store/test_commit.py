@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -75,6 +76,24 @@ def test_commit_whole_file_on_another_mount_of_the_same_file_system_is_copied(tm
         os.close(dump.whole_file[0])
     path = store.path_of(key_of(ids))
     assert (xxh3_of(path), path.stat().st_nlink) == (receipt.xxh3, 1)
+    assert everything(store.root) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOENT])
+def test_commit_whole_file_where_none_can_be_linked_is_copied(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def link(source: str, *_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), source)
+
+    monkeypatch.setattr(os, "link", link)
+    ids = ids_of(20, 1)
+    dump = whole_file_dump(tmp_path, ids)
+    receipt = store.commit(dump, key_of(ids), ids)
+    path = store.path_of(key_of(ids))
+    assert xxh3_of(path) == receipt.xxh3
+    assert np.array_equal(load_file(path)["hidden_states"], states_of(ids))
+    assert (tmp_path / "dump.safetensors").exists(), "the engine's release removes it"
     assert everything(store.root) == [path]
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from data_contracts.receipt import Receipt
 from drafter_data.errors import DumpRejected
-from drafter_data.store import commit as store_commit
 from drafter_data.store import group_commit
 from drafter_data.store.commit import written_state
 from drafter_data.store.fsck import fsck
@@ -46,7 +45,7 @@ def settle_together(store: Store, before: Callable[[], None] = lambda: None) -> 
         for ids in MEMBERS:
             final = store.path_of(key_of(ids))
             final.parent.mkdir(exist_ok=True)
-            state = stack.enter_context(written_state(final, dump_of(ids), ids, "x", direct=True, turn=group.turn))
+            state = stack.enter_context(written_state(final, dump_of(ids), ids, "x", direct=True))
             receipt = Receipt(
                 state_key=key_of(ids), tokens=20, shape=(20, 4, 32), dtype="F32", bytes=state.bytes, xxh3=state.xxh3, proof="label",
                 chunk="c",
@@ -207,31 +206,6 @@ def test_those_that_come_while_the_disk_is_busy_are_settled_together(store: Stor
     assert groups == [1, len(members) - 1]
     assert errors == [None] * len(members)
     assert set(Store.open(store.root).keys()) == {key_of(ids) for ids in members}
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_short_steps_are_taken_by_turns_on_a_local_disk_and_checks_never(
-    store: Store, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
-    meeting = {step: threading.Barrier(2) for step in ("begin", "check")}
-
-    def met(step: str, call: Callable[..., object], seconds: float) -> Callable[..., object]:
-        """`call`, before which two threads meet; a barrier that is waited at in vain breaks for both."""
-
-        def waited(*given: object, **named: object) -> object:
-            with suppress(threading.BrokenBarrierError):
-                meeting[step].wait(seconds)
-            return call(*given, **named)
-
-        return waited
-
-    monkeypatch.setattr(group_commit, "is_local", lambda _: local)
-    monkeypatch.setattr(store_commit, "StateWriter", met("begin", store_commit.StateWriter, 0.5 if local else 30))
-    monkeypatch.setattr(store_commit, "hash_and_check", met("check", store_commit.hash_and_check, 30))
-    with ThreadPoolExecutor(2) as pool:
-        receipts = list(pool.map(lambda ids: commit(store, ids), MEMBERS[:2]))
-    assert len({receipt.state_key for receipt in receipts}) == len(store) == 2
-    assert (meeting["begin"].broken, meeting["check"].broken) == (local, False)
 
 
 def test_leader_that_is_interrupted_takes_nobody_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

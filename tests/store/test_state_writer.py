@@ -36,7 +36,7 @@ def written(path: Path, blocks: list[bytes]) -> bytes:
         writer.finish()
         os.fsync(writer.descriptor)
     finally:
-        writer.close()
+        os.close(writer.descriptor)
     assert path.stat().st_mode & 0o777 == 0o444
     return path.read_bytes()
 
