@@ -52,7 +52,7 @@ bench: setup-test ## benchmarks side by side, a quarter of an hour; renews bench
 
 bench-real: setup-test ## the same on a real SGLang and against speculators on a real vLLM (makes their environments when missing)
 	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 1000 --mean-tokens 300 > /dev/null
-	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 220 --mean-tokens 2353 > /dev/null
+	@$(BIN)/python -m benchmarks.engine_alone --sglang --samples 220 --first-samples 600 --mean-tokens 2353 > /dev/null
 	@$(BIN)/python -m benchmarks.eta_real > /dev/null
 	@tests/real_trainers/setup.sh $(TRAINERS)
 	@$(BIN)/python -m benchmarks.peer > /dev/null

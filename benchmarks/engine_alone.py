@@ -1,8 +1,8 @@
 """Against the engine alone: the pipeline's wall time over that of a bare load generator on the same engine and prompts, in one run.
 
-The generator is swept over 1, 2, 4 ... 32 in flight, and the pipeline makes a first run, from which it knows the engine as a
-campaign's second run does; then both sides alternate, and the ratio of the medians counts. The embedded engine's timed mode leaves
-dumps at several shares of what `cp` + `sync` reaches on this disk just before.
+The generator is swept over 1, 2, 4 ... 32 in flight, and the pipeline makes a first run over other prompts of such lengths, from
+which it knows the engine as a campaign's second run does; then both sides alternate, and the ratio of the medians counts. The
+embedded engine's timed mode leaves dumps at several shares of what `cp` + `sync` reaches on this disk just before.
 """
 
 from __future__ import annotations
@@ -48,24 +48,26 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--mean-tokens", type=float, default=600.0)
+    parser.add_argument("--first-samples", type=int, help="of the first run; as many as --samples unless said otherwise")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.1, 0.5], help="dump rates as shares of cp + sync")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--sglang", action="store_true", help="a real SGLang on the CPU instead")
     options = parser.parse_args()
+    counts = (options.samples, options.first_samples or options.samples)
     if options.sglang:
-        against_sglang(options.work, options.samples, options.mean_tokens, options.repeats)
+        against_sglang(options.work, counts, options.mean_tokens, options.repeats)
         return
     rows: list[list[Cell]] = []
     goals: dict[str, str] = {}
     with work_folder(options.work) as work, work_folder(RAM_DISK) as ram:
-        prompts = prompts_of(field_lengths(options.samples, mean_tokens=options.mean_tokens))
+        prompts, earlier = _prompts(counts, options.mean_tokens)
         disk = copy_and_sync_rate(work)
         for share in options.shares:
             hidden = hidden_size_for(share * disk, sum(map(len, prompts)) / len(prompts))
             dumps = ram / f"dumps-{share}"
             with timed_engine(work, dumps, hidden_size=hidden) as engine:
                 side = Side(f"{share:.2f} x disk", engine.parameters(), dumps)
-                ratio, found = compare(side, work / f"share-{share}", prompts, options.repeats)
+                ratio, found = compare(side, work / f"share-{share}", prompts, earlier, options.repeats)
             rows += found
             goals[f"pipeline / engine alone, dumps at {share:.2f} of cp + sync (goal <= 1.05)"] = f"{ratio:.3f}"
     publish(
@@ -81,21 +83,24 @@ def main() -> None:
     )
 
 
-def against_sglang(parent: Path, samples: int, mean_tokens: float, repeats: int) -> None:
-    """The same on a real SGLang. One run of each side goes before, so that neither warms the engine up for the other."""
+def against_sglang(parent: Path, counts: tuple[int, int], mean_tokens: float, repeats: int) -> None:
+    """The same on a real SGLang. `counts`: samples that are compared, and those of the first run. One run of each side goes
+    before, so that neither warms the engine up for the other.
+    """
     from benchmarks.real_engines import sglang
 
     with work_folder(parent) as work:
-        prompts = prompts_of(field_lengths(samples, mean_tokens=mean_tokens, most_tokens=SGLANG_MOST_TOKENS))
+        prompts, earlier = _prompts(counts, mean_tokens, most_tokens=SGLANG_MOST_TOKENS)
         with sglang(work) as running:
             side = Side("SGLang", running.parameters(), running.dump_folder)
-            ratio, rows = compare(side, work / "runs", prompts, repeats)
+            ratio, rows = compare(side, work / "runs", prompts, earlier, repeats)
     publish(
         Result(
             name=f"engine_alone_sglang_{mean_tokens:g}",
             title=f"Against the engine alone: SGLang 0.5.23 on the CPU, Llama of 8 layers, hidden size 128, float32, prompts of "
             f"{sum(map(len, prompts)) / len(prompts):,.0f} tokens",
-            command=f"python -m benchmarks.engine_alone --sglang --samples {samples} --mean-tokens {mean_tokens:g}",
+            command=f"python -m benchmarks.engine_alone --sglang --samples {counts[0]} --first-samples {counts[1]} "
+            f"--mean-tokens {mean_tokens:g}",
             columns=COLUMNS,
             rows=rows,
             goals={"pipeline / engine alone (goal <= 1.05)": f"{ratio:.3f}"},
@@ -110,6 +115,12 @@ SESSION_NOTE = (
 )
 
 
+def _prompts(counts: tuple[int, int], mean_tokens: float, **bounds: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts to be compared, and others for the first run."""
+    lengths = [field_lengths(count, mean_tokens=mean_tokens, seed=seed, **bounds) for seed, count in enumerate(counts)]
+    return prompts_of(lengths[0]), prompts_of(lengths[1], seed=1)
+
+
 def hidden_size_for(bytes_per_second: float, mean_tokens: float) -> int:
     """The hidden size at which the timed law's full passes leave dumps at this rate."""
     samples_a_pass = max(1.0, 8192 / mean_tokens)
@@ -119,9 +130,11 @@ def hidden_size_for(bytes_per_second: float, mean_tokens: float) -> int:
 
 
 def compare(
-    side: Side, work: Path, prompts: list[list[int]], repeats: int, sweep: tuple[int, ...] = SWEEP
+    side: Side, work: Path, prompts: list[list[int]], earlier: list[list[int]], repeats: int, sweep: tuple[int, ...] = SWEEP
 ) -> tuple[float, list[list[Cell]]]:
-    """Sweeps the generator, then alternates both sides; returns the ratio of medians and rows of raw figures."""
+    """Sweeps the generator, lets the pipeline run over the `earlier` prompts, then alternates both sides; returns the ratio of
+    medians and rows of raw figures.
+    """
     work.mkdir()
     dataset = make_dataset(work / "dataset", prompts)
     (work / "prompts.json").write_text(json.dumps(prompts))
@@ -135,14 +148,15 @@ def compare(
         rows.append([side.label, "generator, sweep", in_flight, found["seconds"], "", rates[in_flight], found["cpu_seconds"], ""])
     best = max(rates, key=lambda in_flight: rates[in_flight])
     costs = work / "costs"
-    first = extract(side, dataset, work / "store-first", costs=costs)
+    first = extract(side, make_dataset(work / "earlier", earlier), work / "store-first", costs=costs)
     alone, ours = list[dict[str, float]](), list[dict[str, float]]()
     for repeat in range(repeats):
         alone.append(generate(side, work / "prompts.json", best))
         ours.append(extract(side, dataset, work / f"store-{repeat}", costs=costs))
     ratio = median([one["seconds"] for one in ours]) / median([one["seconds"] for one in alone])
     tokens = sum(map(len, prompts))
-    rows.append(_row(side.label, "pipeline, first run", int(first["in_flight_at_end"]), [first], tokens, None))
+    first_tokens = sum(map(len, earlier))
+    rows.append(_row(side.label, "pipeline, first run", int(first["in_flight_at_end"]), [first], first_tokens, None))
     rows.append(_row(side.label, "generator, best", best, alone, tokens, None))
     rows.append(_row(side.label, "pipeline", int(ours[-1]["in_flight_at_end"]), ours, tokens, ratio))
     return ratio, rows
