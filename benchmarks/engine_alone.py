@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.reporting import Cell, Result, median, publish
+from benchmarks.reporting import Cell, Result, every, median, publish
 from benchmarks.world import (
     RAM_DISK,
     copy_and_sync_rate,
@@ -188,9 +188,9 @@ def extract(side: Side, dataset: Path, store: Path, *options: str, costs: Path |
 
 
 def _row(label: str, side: str, in_flight: int, runs: list[dict[str, float]], tokens: int, ratio: float | None) -> list[Cell]:
-    seconds = median([one["seconds"] for one in runs])
-    every = ", ".join(f"{one['seconds']:.2f}" for one in runs)
-    return [label, side, in_flight, seconds, every, tokens / seconds, median([one["cpu_seconds"] for one in runs]), ratio]
+    runs_s = [one["seconds"] for one in runs]
+    seconds, cpu = median(runs_s), median([one["cpu_seconds"] for one in runs])
+    return [label, side, in_flight, seconds, every(runs_s), tokens / seconds, cpu, ratio]
 
 
 def _floats(found: dict[str, object]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.reporting import Cell, Result, median, publish
+from benchmarks.reporting import Cell, Result, every, median, publish
 from benchmarks.world import RAM_DISK, copy_and_sync, work_folder
 from data_contracts.dump import HEADER_BYTES, RID_PREFIX, name_of
 from data_contracts.identity import StoreIdentity, state_key
@@ -101,12 +101,8 @@ def _compare(dump_folder: Path, work: Path, size_mb: float, count: int, repeats:
             shutil.rmtree(folder)
     moved = count * rows * ROW_BYTES
     return median(copying) / median(ingesting), [
-        median(copying), _all(copying), median(ingesting), _all(ingesting), moved / median(ingesting) / 1e6, median(cpu),
+        median(copying), every(copying), median(ingesting), every(ingesting), moved / median(ingesting) / 1e6, median(cpu),
     ]  # fmt: skip
-
-
-def _all(seconds: list[float]) -> str:
-    return ", ".join(f"{one:.2f}" for one in seconds)
 
 
 def make_dumps(folder: Path, count: int, rows: int, seed: int) -> list[Dump]:

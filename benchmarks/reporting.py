@@ -86,6 +86,11 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def every(seconds: Sequence[float]) -> str:
+    """All runs, beside their median."""
+    return ", ".join(f"{one:.2f}" for one in seconds)
+
+
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).is_file() else []
 

@@ -23,6 +23,8 @@ import xxhash
 
 TEMPORARY_PREFIX = ".tmp-"
 BLOCK_BYTES = 1 << 22
+NO_HARD_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
+"""What link(2) says of a file that can have no second name there: another file system or mount, or one without such links."""
 READ_AHEAD_BYTES = 1 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 

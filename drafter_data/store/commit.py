@@ -17,13 +17,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from drafter_data.engines.base import ClaimedDump
-from drafter_data.files import start_writeback, temporary_name
+from drafter_data.files import NO_HARD_LINK, start_writeback, temporary_name
 from drafter_data.safetensors_file import state_header
 from drafter_data.store.state_writer import STATE_MODE, Room, StateWriter
 from drafter_data.verification import hash_and_check
-
-_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT})
-"""Another file system or mount, one without such links, or no /proc: the dump is copied."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def _link(dump_descriptor: int, temporary: Path) -> bool:
         # descriptor is given. Of an absolute path nothing is looked up in that folder, whatever it is.
         os.link(f"/proc/self/fd/{dump_descriptor}", temporary, src_dir_fd=dump_descriptor, follow_symlinks=True)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in NO_HARD_LINK or error.errno == errno.ENOENT:  # there is no /proc
             return False
         raise
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from data_contracts.handoff import FILE_COLUMNS, FILES_FILE, MANIFEST_FILE, Hand
 from data_contracts.validation import Finding
 from drafter_data.dataset import Dataset, arrow_schema
 from drafter_data.errors import InputError, StoreError
-from drafter_data.files import fsync_folder, temporary_name, write_atomic, xxh3_of
+from drafter_data.files import NO_HARD_LINK, fsync_folder, temporary_name, write_atomic, xxh3_of
 from drafter_data.store.store import Store
 from drafter_data.trainers.selection import HandoffRow, Selection
 from drafter_data.version import code_version, version_in
@@ -72,7 +71,7 @@ def link_state(source: Path, link: Path, size: int) -> None:
     try:
         os.link(source, link)
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+        if error.errno not in NO_HARD_LINK:
             raise
         link.symlink_to(os.path.relpath(source.resolve(), link.parent))
     if link.stat().st_size != size:
