@@ -10,7 +10,7 @@ import argparse
 import os
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from benchmarks.reporting import Cell, Result, every, median, publish
 from benchmarks.world import RAM_DISK, copy_and_sync, work_folder
 from data_contracts.dump import HEADER_BYTES, RID_PREFIX, name_of
 from data_contracts.identity import StoreIdentity, state_key
+from data_contracts.receipt import Receipt
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.claiming.labelled import LabelledClaims
 from drafter_data.embedded.dumps import header_bytes
@@ -146,16 +147,20 @@ def ingest(dump_folder: Path, dumps: list[Dump], store_root: Path) -> None:
     claims = LabelledClaims(folder, IDENTITY, RUN)
     store = Store.open(store_root, IDENTITY)
 
-    def take(dump: Dump) -> None:
+    def take(dump: Dump) -> Future[Receipt]:
         request = dump.request
         reply = PrefillReply(request.request_id, request.tokens, 0, time.time(), 0.0)
         claimed = claims.claim(request, reply, time.monotonic() + 10)
-        store.commit(claimed, request.state_key, request.token_ids_s, chunk="benchmark", attempts=1, engine_seconds=0.0)
-        claimed.close()
-        folder.remove(dump.name)
+
+        def release() -> None:
+            claimed.close()
+            folder.remove(dump.name)
+
+        return store.commit_soon(claimed, request.state_key, request.token_ids_s, chunk="benchmark", release=release)
 
     with ThreadPoolExecutor(COMMIT_THREADS) as pool:
-        list(pool.map(take, dumps))
+        for committed in pool.map(take, dumps):
+            committed.result()
     store.close()
     folder.close()
 

@@ -36,7 +36,8 @@ from drafter_data.store.activity import host_label
 from drafter_data.verification import states_distance
 
 LEASE_POLL_SECONDS = 1.0
-Outcome = Receipt | SampleFailure
+Outcome = Future[Receipt] | SampleFailure
+"""Of a sample: its receipt, which comes once the state is on disk, or why there is none."""
 
 
 def extract_chunk(session: ExtractionSession, chunk_index: int, *, wait: bool = True) -> ChunkResult:
@@ -157,11 +158,12 @@ class _ChunkRun:
         """A sample; a chosen one is extracted again by the same worker: behind the next chunk's samples in the queue it would hold
         this chunk until they are through, and both would end at once, with nothing in flight.
         """
-        outcome = waiting.extract_next(self._chunk.key)
-        if not isinstance(outcome, SampleFailure) and outcome.state_key in chosen:
-            again = self._rechecks[outcome.state_key] = Future[float]()
+        work, outcome = waiting.extract_next(self._chunk.key)
+        if not isinstance(outcome, SampleFailure) and work.state_key in chosen:
+            outcome.result()
+            again = self._rechecks[work.state_key] = Future[float]()
             try:
-                again.set_result(self._distance(self._works[outcome.state_key]))
+                again.set_result(self._distance(work))
             except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
                 again.set_exception(error)
         return outcome
@@ -177,11 +179,12 @@ class _ChunkRun:
                     f"{outcome.detail}"
                 )
             return 0
+        receipt = outcome.result()
         session.check_space(0)
-        self._retried += outcome.attempts > 1
-        session.anchors.add(outcome.state_key)
-        session.succeeded(outcome)
-        return outcome.bytes
+        self._retried += receipt.attempts > 1
+        session.anchors.add(receipt.state_key)
+        session.succeeded(receipt)
+        return receipt.bytes
 
     def _read_works(self, planned: Iterable[PlannedSample]) -> dict[str, SampleWork]:
         """The planned samples with their token ids, by state key, in the plan's order."""
@@ -242,6 +245,7 @@ class _ChunkRun:
         if isinstance(outcome, SampleFailure):
             self._failures.append(outcome)
             return
+        outcome.result()
         self._retried += 1
         try:
             again = self._distance(work)
@@ -287,13 +291,13 @@ class _Waiting:
         self._lock = threading.Lock()
         self.given_up = threading.Event()
 
-    def extract_next(self, chunk_key: str) -> Outcome:
+    def extract_next(self, chunk_key: str) -> tuple[SampleWork, Outcome]:
         """Extracts the next sample that may go at once, or else the next one."""
         window = self._session.window
         with self._lock:
             work = self._works.pop(window.pick(work.tokens for work in self._works))
         try:
-            return self._session.extractor.extract(work, chunk_key, self.given_up)
+            return work, self._session.extractor.extract(work, chunk_key, self.given_up)
         finally:
             window.forget(work.tokens)
 
@@ -330,7 +334,8 @@ def _store_error(root: Path, error: OSError) -> StoreError:
 
 
 def _end(futures: Iterable[Future[Any]]) -> None:
-    """Takes back what has not begun, and waits for the rest."""
+    """Takes back what has not begun, and waits for the rest: for samples until they are on disk, too."""
     begun = [future for future in futures if not future.cancel()]
     for future in begun:
-        future.exception()
+        if future.exception() is None and isinstance(outcome := future.result(), Future):
+            outcome.exception()

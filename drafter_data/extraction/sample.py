@@ -7,6 +7,8 @@ out within a bound and costs no attempt, since it says nothing about the sample.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Event
 
@@ -84,9 +86,10 @@ class SampleExtractor:
         self.stop = Event()
         self._patience = Patience(engine, self.stop, limits.engine_wait_seconds)
 
-    def extract(self, work: SampleWork, chunk: str, given_up: Event | None = None) -> Receipt | SampleFailure:
-        """Brings one state into the store, or says why not. Raises EngineLost, Interrupted, StoreError or OSError, which stop
-        the chunk; `given_up` tells that it has stopped: nothing more is sent for it.
+    def extract(self, work: SampleWork, chunk: str, given_up: Event | None = None) -> Future[Receipt] | SampleFailure:
+        """Brings one state into the store, or says why not: it is verified and written, and its receipt comes once it is on disk.
+        Raises EngineLost, Interrupted, StoreError or OSError, which stop the chunk, as an OSError in place of the receipt does;
+        `given_up` tells that it has stopped: nothing more is sent for it.
         """
         alone, attempt, mixed = False, 1, 0
         while True:
@@ -108,24 +111,24 @@ class SampleExtractor:
                 return _failure(work, last, attempt + mixed - 1)
             self.stop.wait(min(BACKOFF_SECONDS * 2 ** (attempt - 2), MOST_BACKOFF_SECONDS) if attempt > 1 else 0)
 
-    def _attempt(self, work: SampleWork, chunk: str, attempt: int, given_up: Event | None, *, alone: bool) -> Receipt:
-        with self._window.space(work.tokens * self._limits.state_bytes_per_token):
+    def _attempt(self, work: SampleWork, chunk: str, attempt: int, given_up: Event | None, *, alone: bool) -> Future[Receipt]:
+        with ExitStack() as held:
+            held.enter_context(self._window.space(work.tokens * self._limits.state_bytes_per_token))
             extracted = self.fetch(work, given_up, alone=alone)
+            held.callback(self._engine.release, extracted.dump)
             # By the times of replies: the first commits of a store wait for each other and end all at once.
             self._costs.observe(work.tokens, extracted.reply.seconds, extracted.in_flight, finished_at=extracted.answered_at)
-            try:
-                with self._outliers.turn():
-                    self._check_likeness(work, extracted.dump, given_up)
-                return self._store.commit(
-                    extracted.dump,
-                    work.state_key,
-                    work.token_ids_s,
-                    chunk=chunk,
-                    attempts=attempt,
-                    engine_seconds=extracted.reply.seconds,
-                )
-            finally:
-                self._engine.release(extracted.dump)
+            with self._outliers.turn():
+                self._check_likeness(work, extracted.dump, given_up)
+            return self._store.commit_soon(
+                extracted.dump,
+                work.state_key,
+                work.token_ids_s,
+                chunk=chunk,
+                attempts=attempt,
+                engine_seconds=extracted.reply.seconds,
+                release=held.pop_all().close,
+            )
 
     def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False, urgent: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the

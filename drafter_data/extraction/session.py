@@ -39,7 +39,7 @@ DUMP_SHARE = 0.5
 """Share of the dump folder's free bytes that dumps in flight may take."""
 SIGNATURES_READ = 64
 COMMIT_THREADS = 32
-"""Commits beside the requests: those that wait for the disk share the waiting (store/group_commit.py)."""
+"""Beside the requests: dumps that are read, checked and written meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class ExtractionSession:
         """Stops what is under way, keeps the cost history, gives back engine and store."""
         self.interrupt()
         with ExitStack() as stack:  # each of them also when another fails
-            stack.callback(self.store.close)
             stack.callback(self.engine.close)
+            stack.callback(self.store.close)  # first: what it settles goes back to the engine
             self._tuner.close()
             self.executor.shutdown(wait=True, cancel_futures=True)
             self.costs.found_in_flight = self._tuner.found(self._mean_tokens) or self.costs.found_in_flight

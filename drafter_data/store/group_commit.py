@@ -1,9 +1,9 @@
 """The last step of many commits at once: written states become durable and get their names and receipts.
 
-Of a group all files are synced, then all are renamed, then their folders are synced, then their receipts are written and synced.
-Each fsync has the disk write out its own cache, which takes longer than a small state; so small ones, and folders, are synced by
-one syncfs(2) where that can be relied on. It also waits for what others have left to write on that disk, which for large states
-costs more than it brings.
+Those who write hand their states over and go on; one thread settles what has come together. Of a group all files are synced, then
+all are renamed, then their folders are synced, then their receipts are written and synced. Each fsync has the disk write out its
+own cache, which takes longer than a small state; so small ones, and folders, are synced by one syncfs(2) where that can be relied
+on. It also waits for what others have left to write on that disk, which for large states costs more than it brings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,30 +28,30 @@ SMALL_BYTES, FEWEST_AS_ONE = 4 << 20, 3
 waits for the engine's dumps where they lie on the same disk."""
 LONGEST_SYNC_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
 """Others have much to write to that disk when a syncfs takes longer: for a while each file is synced alone."""
+MOST_UNSETTLED = 64
+"""States that are written or wait for the disk at once; each holds up to three descriptors."""
+SMALL_AT_ONCE = 2
+"""Small states written at once: what they take is the interpreter's time, which more threads would only hand to and fro."""
+ENOUGH, LONGEST_WAIT_SECONDS = 32, 0.02
+"""A group waits for others that are being written, until there are so many, or so long."""
+IDLE_SECONDS = 1.0
+"""The thread that settles ends when nothing has come for so long."""
 
 
 @dataclass(eq=False)
 class _Commit:
-    """A state that waits for the disk. `turn` is let go when it is settled, or when its thread is to settle all that wait.
-
-    `taken`: another thread settles it. `named`: it has its final name.
-    """
+    """A written state that waits for the disk. `held` is closed once it is settled, or given the error that it was not."""
 
     state: WrittenState
     receipt: Receipt
-    error: OSError | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    outcome: Future[Receipt] = field(default_factory=Future[Receipt])
+    error: BaseException | None = None
     settled: bool = False
-    taken: bool = False
-    named: bool = False
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def done(self) -> bool:
-        return self.settled or self.error is not None
 
 
 class GroupCommit:
-    """Settles the states of threads that wait together: one of them does it for all, while others write the next ones.
+    """Settles states that are handed over, in one thread, while others write the next ones.
 
     `local`: the states lie on a disk of this host.
     """
@@ -61,76 +63,79 @@ class GroupCommit:
         self._disk = os.open(states, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if syncs_as_one(states) else -1
         self._device = os.fstat(self._disk).st_dev if self._disk >= 0 else None
         self._alone_until = -math.inf
-        self._lock = threading.Lock()
+        self.room = threading.Semaphore(MOST_UNSETTLED)
+        self._small = threading.Semaphore(SMALL_AT_ONCE)
+        self._changed = threading.Condition()
+        self._coming = 0
         self._waiting: list[_Commit] = []
-        self._leader: _Commit | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
 
     def close(self) -> None:
-        """Closes what it holds of the file system."""
+        """Settles what waits, and closes what it holds of the file system."""
+        with self._changed:
+            self._closing, thread = True, self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        self._close_disk()
+
+    def _close_disk(self) -> None:
         disk, self._disk = self._disk, -1
         if disk >= 0:
             os.close(disk)
 
-    def settle(self, state: WrittenState, receipt: Receipt) -> None:
-        """Returns once the state is in the store, with its receipt. Raises OSError when it is not: a step that fails for one state
-        is told to that one's thread alone. A state that had got its name by then stays, without a receipt (fsck).
-        """
-        mine = _Commit(state, receipt)
-        mine.turn.acquire()
+    @contextmanager
+    def writing(self, size: int) -> Generator[None]:
+        """Held while a state of `size` bytes is checked, written and handed over: others wait for it, to share a sync with it."""
+        with self._changed:
+            self._coming += 1
         try:
-            with self._lock:
-                self._waiting.append(mine)
-                leads = self._leader is None
-                self._leader = self._leader or mine
-            if not leads:
-                mine.turn.acquire()
-            if not mine.done:
-                self._lead(mine)
-        except BaseException:
-            self._withdraw(mine)
-            raise
-        if mine.error is not None:
-            raise mine.error
-
-    def _lead(self, mine: _Commit) -> None:
-        """Settles all that wait, and hands the lead to one of those that have come meanwhile. Others than `mine` whose settling was
-        broken off wait again.
-        """
-        group = list[_Commit]()
-        try:
-            with self._lock:
-                group, self._waiting = self._waiting, []
-                for one in group:
-                    one.taken = one is not mine
-            self._settle(group)
+            with self._small if size < SMALL_BYTES else nullcontext():
+                yield
         finally:
-            with self._lock:
-                left = [one for one in group if one is not mine and not one.done]
-                for one in left:
-                    one.taken = False
-                self._waiting[:0] = left
-                self._appoint()
+            with self._changed:
+                self._coming -= 1
+                if not self._coming:
+                    self._changed.notify_all()
+
+    def settle(self, state: WrittenState, receipt: Receipt, held: ExitStack) -> Future[Receipt]:
+        """Has a state settled; the result comes once it is in the store, with its receipt, and `held` is closed.
+
+        It is an OSError when a step failed: that of one state is told to that one alone, and given to `held`. A state that had got
+        its name by then stays, without a receipt (fsck).
+        """
+        mine = _Commit(state, receipt, held)
+        with self._changed:
+            self._waiting.append(mine)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._settle_all, name="commit", daemon=True)
+                self._thread.start()
+            elif len(self._waiting) in (1, ENOUGH):
+                self._changed.notify_all()
+        return mine.outcome
+
+    def _settle_all(self) -> None:
+        """Settles group after group until nothing has come for a while."""
+        while group := self._next_group():
+            try:
+                self._settle(group)
+            except BaseException as error:  # noqa: BLE001 - whoever waits for a state is told
+                for one in group:
+                    if not one.settled:
+                        one.error = one.error or error
             for one in group:
-                if one.done:
-                    one.turn.release()
+                _tell(one)
 
-    def _appoint(self) -> None:
-        """Makes the one that has waited longest the leader (under the lock)."""
-        self._leader = self._waiting[0] if self._waiting else None
-        if self._leader is not None:
-            self._leader.turn.release()
-
-    def _withdraw(self, mine: _Commit) -> None:
-        """Takes out one whose thread was interrupted; one that a leader has taken up is waited for, since its file is in use."""
-        while True:
-            with self._lock:
-                if mine in self._waiting:
-                    self._waiting.remove(mine)
-                if self._leader is mine:
-                    self._appoint()
-                if mine.done or not mine.taken:
-                    return
-            mine.turn.acquire()
+    def _next_group(self) -> list[_Commit]:
+        """What waits, once it is worth a sync; nothing when the thread is to end."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting or self._closing, IDLE_SECONDS) or not self._waiting:
+                self._thread = None
+                return []
+            self._changed.wait_for(lambda: not self._coming or len(self._waiting) >= ENOUGH or self._closing, LONGEST_WAIT_SECONDS)
+            group, self._waiting = self._waiting, []
+            return group
 
     def _settle(self, group: Sequence[_Commit]) -> None:
         as_one = self._may_sync_as_one(group)
@@ -160,7 +165,7 @@ class GroupCommit:
             try:
                 sync_file_system(self._disk)
             except OSError:
-                self.close()
+                self._close_disk()
             else:
                 if time.monotonic() - started > LONGEST_SYNC_SECONDS:
                     self._alone_until = time.monotonic() + PATIENCE_SECONDS
@@ -168,10 +173,21 @@ class GroupCommit:
         return _tried(parts, sync_part)
 
 
+def _tell(one: _Commit) -> None:
+    """Closes what was held for a state, and then says how it went."""
+    error = one.error
+    try:
+        one.held.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+    except BaseException as failed:  # noqa: BLE001 - whoever waits for the state is told
+        error = error or failed
+    if error is None:
+        one.outcome.set_result(one.receipt)
+    else:
+        one.outcome.set_exception(error)
+
+
 def _name(part: list[_Commit]) -> None:
-    if not part[0].named:
-        part[0].state.temporary.replace(part[0].state.final)
-        part[0].named = True
+    part[0].state.temporary.replace(part[0].state.final)
 
 
 def _sync_file(part: list[_Commit]) -> None:

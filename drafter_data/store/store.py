@@ -4,7 +4,7 @@
     STORE/states/ab/abcd….safetensors
     STORE/receipts/<chunk>.<writer>.jsonl
     STORE/leases/<chunk>.json
-    STORE/locks/ab              held while a file comes into or leaves states/ab
+    STORE/locks/states          held in part while a file comes into or leaves states/ (locks.py)
     STORE/plans/<dataset_id>/
     STORE/provenance.jsonl, canaries.jsonl   how states came about, what the canary found
 
@@ -18,8 +18,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,13 @@ from data_contracts.receipt import Receipt
 from data_contracts.record import Record
 from drafter_data.engines.base import ClaimedDump
 from drafter_data.errors import DumpRejected, IdentityMismatch, InputError, StateCorrupt
-from drafter_data.files import TEMPORARY_PREFIX, append_line, exclusive, write_new
+from drafter_data.files import TEMPORARY_PREFIX, append_line, write_new
 from drafter_data.foreign_file import ForeignFile, RowsOnDisk
 from drafter_data.safetensors_file import MAX_HEADER_BYTES, MalformedFile
 from drafter_data.store.commit import written_state
 from drafter_data.store.group_commit import GroupCommit
 from drafter_data.store.leases import Lease, Leases
+from drafter_data.store.locks import StateLocks
 from drafter_data.store.receipts import ReceiptLine, ReceiptLog
 from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
 
@@ -86,6 +88,7 @@ class Store:
         self._group: GroupCommit | None = None
         self._opening = threading.Lock()
         self._leases = Leases(root / "leases")
+        self._locks = StateLocks(root / "locks" / "states")
         self._receipts.refresh()
 
     @classmethod
@@ -164,21 +167,46 @@ class Store:
         A state that already has a receipt is left alone and its receipt returned. Raises DumpRejected with the reason, or OSError
         (disk full, read-only) with nothing left behind but, where the last steps fail, a file without a receipt (fsck).
         """
-        label = f"sample {state_key[:12]}"
-        identity = self.identity
-        check_shape(
-            dump.states_slh, dump.dtype, len(token_ids_s), (len(identity.layers), identity.hidden_size), identity.dtype, label
-        )
-        check_token_ids(dump.token_ids_s, token_ids_s, label)
-        check_columns_distinct(dump.states_slh, label)
-        final, group = self.path_of(state_key), self._committing()
-        with self._folder_lock(state_key):
-            if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
-                self._receipts.refresh()
-            existing = self.find(state_key)
-            if existing is not None:
-                return existing
-            with written_state(final, dump, token_ids_s, label, direct=group.local) as state:
+        return self.commit_soon(
+            dump, state_key, token_ids_s, chunk=chunk, attempts=attempts, engine_seconds=engine_seconds
+        ).result()
+
+    def commit_soon(
+        self,
+        dump: ClaimedDump,
+        state_key: str,
+        token_ids_s: NDArray[np.int64],
+        *,
+        chunk: str = "",
+        attempts: int = 1,
+        engine_seconds: float = 0.0,
+        release: Callable[[], object] = lambda: None,
+    ) -> Future[Receipt]:
+        """As `commit`, but returns once the state is verified and written: what is left is the disk's, and many share it. Errors of
+        that part come with the result. `release` is called when the dump is needed no more, before there is a result or error.
+        """
+        with ExitStack() as held:
+            held.callback(release)
+            label = f"sample {state_key[:12]}"
+            identity = self.identity
+            check_shape(
+                dump.states_slh, dump.dtype, len(token_ids_s), (len(identity.layers), identity.hidden_size), identity.dtype, label
+            )
+            check_token_ids(dump.token_ids_s, token_ids_s, label)
+            check_columns_distinct(dump.states_slh, label)
+            final, group = self.path_of(state_key), self._committing()
+            held.enter_context(group.room)
+            with group.writing(dump.states_slh.nbytes):
+                held.enter_context(self._locks.hold(state_key))
+                if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
+                    self._receipts.refresh()
+                existing = self.find(state_key)
+                if existing is not None:
+                    held.close()
+                    return _known(existing)
+                if not final.parent.is_dir():
+                    final.parent.mkdir(exist_ok=True)
+                state = held.enter_context(written_state(final, dump, token_ids_s, label, direct=group.local))
                 receipt = Receipt(
                     state_key=state_key,
                     tokens=len(token_ids_s),
@@ -193,8 +221,7 @@ class Store:
                     chunk=chunk,
                     committed_at=time.time(),
                 )
-                group.settle(state, receipt)
-            return receipt
+                return group.settle(state, receipt, held.pop_all())
 
     def read(self, state_key: str) -> StateView:
         """Opens a committed state. Raises StateCorrupt when the file is missing or is no state file (fsck repairs)."""
@@ -243,7 +270,7 @@ class Store:
 
     def remove_orphan(self, path: Path) -> bool:
         """Removes a file below `states/` that no receipt names; says whether it did. A commit in progress is waited for."""
-        with self._folder_lock(path.parent.name):
+        with self._locks.hold(path.parent.name):
             self._receipts.refresh()
             if is_state_name(path.name) and path.stem in self._receipts:
                 return False
@@ -294,15 +321,16 @@ class Store:
         """Removes temporary files that killed processes of this store left; returns how many. Only under no lease of others."""
         removed = 0
         for path in self.root.glob(f"states/*/{TEMPORARY_PREFIX}*"):
-            with self._folder_lock(path.parent.name):
+            with self._locks.hold(path.parent.name):
                 path.unlink(missing_ok=True)
                 removed += 1
         return removed
 
     def close(self) -> None:
-        """Closes files and stops renewing leases."""
+        """Settles what is written, closes files and stops renewing leases."""
         if self._group is not None:
             self._group.close()
+        self._locks.close()
         self._receipts.close()
         self._leases.close()
 
@@ -312,11 +340,8 @@ class Store:
                 self._group = GroupCommit(self.root / "states", self._receipts)
             return self._group
 
-    @contextmanager
-    def _folder_lock(self, key: str) -> Generator[None]:
-        """One committer a folder, across processes: a temporary file seen under this lock belongs to no living commit."""
-        folder = self.root / "states" / key[:2]
-        if not folder.is_dir():
-            folder.mkdir(exist_ok=True)
-        with exclusive(self.root / "locks" / key[:2]):
-            yield
+
+def _known(receipt: Receipt) -> Future[Receipt]:
+    known = Future[Receipt]()
+    known.set_result(receipt)
+    return known

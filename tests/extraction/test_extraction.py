@@ -121,7 +121,7 @@ def test_extraction_again_sends_nothing(small_model: Path, tmp_path: Path) -> No
 def test_extraction_tells_the_cost_model_when_the_engine_replied(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commits, replies, commit, observe = list[float](), list[float](), Store.commit, CostModel.observe
+    commits, replies, commit, observe = list[float](), list[float](), Store.commit_soon, CostModel.observe
 
     def noting_commit(*given: Any, **named: Any) -> Any:
         commits.append(time.monotonic())
@@ -131,7 +131,7 @@ def test_extraction_tells_the_cost_model_when_the_engine_replied(
         replies.extend([] if finished_at is None else [finished_at])
         observe(self, tokens, seconds, in_flight, finished_at=finished_at)
 
-    monkeypatch.setattr(Store, "commit", noting_commit)
+    monkeypatch.setattr(Store, "commit_soon", noting_commit)
     monkeypatch.setattr(CostModel, "observe", noting_observe)
     dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 8, 64, seed=9))
     with running_engine(small_model) as engine:

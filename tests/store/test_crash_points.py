@@ -18,7 +18,7 @@ from drafter_data.validation import validate_store
 from tests.store.making import commit, identity_of, ids_of, key_of
 
 CHILD = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.claiming.labelled import LabelledClaims
@@ -26,7 +26,7 @@ from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.store.store import Store
 from tests.store.making import dump_of, identity_of, ids_of, key_of, labelled_dump
 
-STEPS = {"open", "write", "pwrite", "fsync", "fchmod", "chmod", "link", "replace", "rename", "unlink", "flock", "mkdir"}
+STEPS = {"open", "write", "pwrite", "fsync", "fchmod", "chmod", "link", "replace", "rename", "unlink", "fcntl", "mkdir"}
 
 def claimed(dumps, ids):
     dumps.mkdir(mode=0o700)
@@ -51,6 +51,7 @@ def commit(root, way, kill_at):
     store = Store.open(root / "store", identity_of())
     ids = ids_of(20, 1)
     dump = claimed(root / "dumps", ids) if way == "link" else dump_of(ids)
+    threading.setprofile(before_call)  # of the thread that settles it
     sys.setprofile(before_call)
     store.commit(dump, key_of(ids), ids, chunk="c")
     sys.setprofile(None)
@@ -76,7 +77,7 @@ def test_commit_killed_before_each_system_call_leaves_all_or_something_that_is_s
     )
     assert child.returncode == 0, child.stderr
     steps = child.stdout.split()
-    assert {"fsync", "flock"} <= set(steps)
+    assert {"fsync", "fcntl"} <= set(steps)
     assert ("link" in steps) == (way == "link")
     outcomes = [outcome_of(tmp_path / str(kill_at)) for kill_at in range(len(steps))]
     # Once the receipt's line is written the state counts; nothing before it does, and nothing goes back.

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -174,62 +174,119 @@ def test_failed_sync_of_the_file_system_is_asked_of_each_file_from_then_on(store
     assert (validate_store(again, None).errors, fsck(again).problems) == (0, ())
 
 
-def commit_at_once(
-    store: Store, members: Sequence[NDArray[np.int64]], monkeypatch: pytest.MonkeyPatch, failing_group: int = 0
-) -> tuple[list[int], list[BaseException | None]]:
-    """Commits from a thread each; the first group, of one, is held until all others wait. Returns sizes of groups and errors."""
-    groups, go_on, real_settle = list[int](), threading.Event(), GroupCommit._settle
+class HeldGroups:
+    """The first group, of one, is held until `go_on`; group number `failing` breaks off midway."""
 
-    def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
-        groups.append(len(group))
-        if len(groups) == 1:
-            assert go_on.wait(30)
-        if len(groups) == failing_group:
-            raise MemoryError
-        real_settle(self, group)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
+        self.sizes = list[int]()
+        self.go_on = threading.Event()
+        self.begun = threading.Event()
+        real_settle = GroupCommit._settle
 
-    monkeypatch.setattr(GroupCommit, "_settle", settle)
-    with ThreadPoolExecutor(len(members)) as pool:
-        futures = [pool.submit(commit, store, ids) for ids in members]
-        deadline = time.monotonic() + 30
-        while store._group is None or len(store._group._waiting) < len(members) - 1:
-            assert time.monotonic() < deadline, groups
-            time.sleep(0.001)
-        go_on.set()
-        return groups, [future.exception(timeout=30) for future in futures]
+        def settle(group_commit: GroupCommit, group: list[group_commit._Commit]) -> None:
+            self.sizes.append(len(group))
+            self.begun.set()
+            assert self.go_on.wait(30)
+            real_settle(group_commit, group[: len(group) // 2] if len(self.sizes) == failing else group)
+            if len(self.sizes) == failing:
+                raise MemoryError
+
+        monkeypatch.setattr(GroupCommit, "_settle", settle)
+
+    def commit(self, store: Store, members: Sequence[NDArray[np.int64]]) -> list[Future[Receipt]]:
+        """Hands the first over, and the others once it is being settled."""
+        first = commit_soon(store, members[0])
+        assert self.begun.wait(30)
+        return [first, *(commit_soon(store, ids) for ids in members[1:])]
 
 
-def test_those_that_come_while_the_disk_is_busy_are_settled_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def thread_of(store: Store) -> threading.Thread | None:
+    assert store._group is not None
+    return store._group._thread
+
+
+def commit_soon(store: Store, ids: NDArray[np.int64], release: Callable[[], None] = lambda: None) -> Future[Receipt]:
+    return store.commit_soon(dump_of(ids), key_of(ids), ids, release=release)
+
+
+def test_one_thread_writes_on_while_the_disk_is_busy_and_what_has_come_is_settled_together(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = [ids_of(20, seed) for seed in range(16)]
-    members = list({key_of(ids)[:2]: ids for ids in members}.values())  # one a folder: a folder's lock lets one in
-    groups, errors = commit_at_once(store, members, monkeypatch)
-    assert groups == [1, len(members) - 1]
-    assert errors == [None] * len(members)
+    groups = HeldGroups(monkeypatch)
+    outcomes = groups.commit(store, members)
+    assert not any(outcome.done() for outcome in outcomes)
+    assert len(store) == 0
+    groups.go_on.set()
+    assert [outcome.result(30).state_key for outcome in outcomes] == [key_of(ids) for ids in members]
+    assert groups.sizes == [1, 15]
     assert set(Store.open(store.root).keys()) == {key_of(ids) for ids in members}
 
 
-def test_leader_that_is_interrupted_takes_nobody_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit(store, ids_of(20, 99))
-    interrupted, real_settle = list[int](), GroupCommit._settle
+def test_no_more_than_the_bound_wait_for_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "MOST_UNSETTLED", 3)
+    groups = HeldGroups(monkeypatch)
+    outcomes = groups.commit(store, MEMBERS[:3])
+    fourth = threading.Thread(target=commit_soon, args=(store, MEMBERS[3]))
+    fourth.start()
+    fourth.join(0.2)
+    assert fourth.is_alive()
+    assert len(list(store.root.glob("states/*/.tmp-*"))) == 3
+    groups.go_on.set()
+    fourth.join(30)
+    assert [outcome.result(30).state_key for outcome in outcomes] == [key_of(ids) for ids in MEMBERS[:3]]
+    store.close()
+    assert len(store) == 4
 
-    def settle(self: GroupCommit, group: list[group_commit._Commit]) -> None:
-        if not interrupted:
-            interrupted.append(len(group))
-            raise KeyboardInterrupt
-        real_settle(self, group)
 
-    monkeypatch.setattr(GroupCommit, "_settle", settle)
-    with pytest.raises(KeyboardInterrupt):
-        commit(store, MEMBERS[0])
-    assert commit(store, MEMBERS[0]).state_key == key_of(MEMBERS[0])
-
-
-def test_group_whose_leader_fails_is_led_by_another(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, errors = commit_at_once(store, MEMBERS, monkeypatch, failing_group=2)
-    assert groups == [1, 3, 2]
-    assert sorted(type(error).__name__ for error in errors) == ["MemoryError", "NoneType", "NoneType", "NoneType"]
+def test_group_that_breaks_off_takes_only_what_it_had_not_settled_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = HeldGroups(monkeypatch, failing=2)
+    outcomes = groups.commit(store, [*MEMBERS, ids_of(20, 99)])
+    groups.go_on.set()
+    assert [type(outcome.exception(30)).__name__ for outcome in outcomes] == ["NoneType"] * 3 + ["MemoryError"] * 2
+    assert not list(store.root.glob("states/*/.*")), "what was not settled is gone"
+    assert commit(store, MEMBERS[3]).state_key == key_of(MEMBERS[3]), "and may come again at once"
     again = Store.open(store.root)
-    assert (len(again), validate_store(again, None).errors, fsck(again).problems) == (3, 0, ())
+    assert (len(again), validate_store(again, None).errors, fsck(again).problems) == (4, 0, ())
+
+
+def test_dump_is_released_once_it_is_needed_no_more_however_the_commit_ends(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[str]()
+
+    def release(how: str, ids: NDArray[np.int64]) -> Callable[[], None]:
+        return lambda: released.append(f"{how} {'named' if store.path_of(key_of(ids)).exists() else 'unnamed'}")
+
+    first, second = MEMBERS[:2]
+    outcome = commit_soon(store, first, release("committed", first))
+    outcome.add_done_callback(lambda _: released.append("told"))
+    outcome.result(30)
+    commit_soon(store, first, release("known", first)).result(0)
+    spoilt = dump_of(second, states_slh=states_of(second) * np.nan)
+    with pytest.raises(DumpRejected):
+        store.commit_soon(spoilt, key_of(second), second, release=release("rejected", second))
+    monkeypatch.setattr(group_commit, "_name", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    outcome = commit_soon(store, second, release("failed", second))
+    assert isinstance(outcome.exception(30), OSError)
+    assert released == ["committed named", "told", "known named", "rejected unnamed", "failed unnamed"]
+
+
+def test_close_settles_what_waits_and_ends_the_thread(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = HeldGroups(monkeypatch)
+    outcomes = groups.commit(store, MEMBERS)
+    threading.Timer(0.1, groups.go_on.set).start()
+    store.close()
+    assert all(outcome.done() for outcome in outcomes)
+    assert thread_of(store) is None
+
+
+def test_thread_that_settles_ends_by_itself_and_another_takes_its_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "IDLE_SECONDS", 0.01)
+    commit(store, MEMBERS[0])
+    deadline = time.monotonic() + 30
+    while thread_of(store) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert commit(store, MEMBERS[1]).state_key == key_of(MEMBERS[1])
 
 
 def test_kill_at_every_step_of_a_group_leaves_no_receipt_without_its_state(tmp_path: Path) -> None:
