@@ -28,6 +28,7 @@ NUMPY_DTYPES: dict[str, Any] = {
     "U64": np.uint64,
 }  # fmt: skip
 """safetensors name to NumPy dtype; those that NumPy lacks are held as bit patterns."""
+_WIDTHS = {name: np.dtype(dtype).itemsize for name, dtype in NUMPY_DTYPES.items()}
 
 
 class MalformedFile(DrafterDataError):
@@ -117,7 +118,7 @@ def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[s
         raise MalformedFile(f"{name}: header is not a safetensors header ({type(error).__name__})") from error
     position = 0
     for key, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        width = np.dtype(NUMPY_DTYPES[entry.dtype]).itemsize if entry.dtype in NUMPY_DTYPES else 0
+        width = _WIDTHS.get(entry.dtype, 0)
         if (
             not width
             or min(entry.shape, default=0) < 0
@@ -140,7 +141,7 @@ def state_header(shape_slh: tuple[int, int, int], dtype: str, header_bytes: int 
     """
     tokens = shape_slh[0]
     ids_bytes = tokens * 8
-    states_bytes = prod(shape_slh) * np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    states_bytes = prod(shape_slh) * _WIDTHS[dtype]
     header = {
         "token_ids": {"dtype": "I64", "shape": [tokens], "data_offsets": [0, ids_bytes]},
         "hidden_states": {

@@ -115,8 +115,10 @@ class LabelledClaims:
 
         States that are not finite, or zeros, are left to the commit, which names them.
         """
+        if self._proof is None:
+            return dump
         final_h = as_float32(dump.states_slh[-1, -1], dump.dtype)
-        if self._proof is None or not np.isfinite(final_h).all() or not final_h.any():
+        if not np.isfinite(final_h).all() or not final_h.any():
             return dump
         error = self._proof.error(final_h, reply.top_logprobs)
         if error is not None and error > self._proof.tolerance:

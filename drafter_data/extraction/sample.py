@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Event
 
@@ -115,7 +115,7 @@ class SampleExtractor:
         with ExitStack() as held:
             held.enter_context(self._window.space(work.tokens * self._limits.state_bytes_per_token))
             extracted = self.fetch(work, given_up, alone=alone)
-            held.callback(self._engine.release, extracted.dump)
+            held.callback(self._give_back, extracted.dump)
             # By the times of replies: the first commits of a store wait for each other and end all at once.
             self._costs.observe(work.tokens, extracted.reply.seconds, extracted.in_flight, finished_at=extracted.answered_at)
             with self._outliers.turn():
@@ -129,6 +129,11 @@ class SampleExtractor:
                 engine_seconds=extracted.reply.seconds,
                 release=held.pop_all().close,
             )
+
+    def _give_back(self, dump: ClaimedDump) -> None:
+        """A dump that cannot be removed says nothing about the state: the engine's close and the next run's sweep come to it."""
+        with suppress(DumpRejected):
+            self._engine.release(dump)
 
     def fetch(self, work: SampleWork, given_up: Event | None = None, *, alone: bool = False, urgent: bool = False) -> Extracted:
         """One request and its dump, not stored: the caller releases it. Raises SampleError, or EngineLost past the

@@ -29,7 +29,7 @@ waits for the engine's dumps where they lie on the same disk."""
 LONGEST_SYNC_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
 """Others have much to write to that disk when a syncfs takes longer: for a while each file is synced alone."""
 MOST_UNSETTLED = 64
-"""States that are written or wait for the disk at once; each holds up to three descriptors."""
+"""States that are written or wait for the disk at once; each holds a few descriptors."""
 SMALL_AT_ONCE = 2
 """Small states written at once: what they take is the interpreter's time, which more threads would only hand to and fro."""
 ENOUGH, LONGEST_WAIT_SECONDS = 32, 0.02
@@ -100,18 +100,21 @@ class GroupCommit:
                     self._changed.notify_all()
 
     def settle(self, state: WrittenState, receipt: Receipt, held: ExitStack) -> Future[Receipt]:
-        """Has a state settled; the result comes once it is in the store, with its receipt, and `held` is closed.
+        """Has a state settled; the result comes once it is in the store, with its receipt, and what was `held` is closed. Raises
+        RuntimeError where no thread can be started, and then has taken nothing over.
 
         It is an OSError when a step failed: that of one state is told to that one alone, and given to `held`. A state that had got
         its name by then stays, without a receipt (fsck).
         """
-        mine = _Commit(state, receipt, held)
         with self._changed:
-            self._waiting.append(mine)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._settle_all, name="commit", daemon=True)
-                self._thread.start()
-            elif len(self._waiting) in (1, ENOUGH):
+                thread = threading.Thread(target=self._settle_all, name="commit", daemon=True)
+                thread.start()  # where there can be no more threads this raises, and nothing is taken over
+                self._thread = thread
+            mine = _Commit(state, receipt, held.pop_all())
+            mine.outcome.set_running_or_notify_cancel()  # from here on nobody can take it back
+            self._waiting.append(mine)
+            if len(self._waiting) in (1, ENOUGH):
                 self._changed.notify_all()
         return mine.outcome
 

@@ -1,7 +1,7 @@
-"""Locks on parts of the states' keys, against other threads, processes and hosts: one file, a byte for each beginning of a key.
+"""Locks on parts of the states' keys, against other threads, processes and hosts: a byte of a file for each beginning of a key.
 
-A file for each folder would be made in every new store, and two of fifty commits that wait for the disk together would mostly wait
-for each other.
+A lock file for each folder of states would be made in every new store, and of fifty commits that wait for the disk together many
+would wait for each other. Of one file some network file systems lock only so many bytes at once: there are sixteen.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import fcntl
 import os
 import struct
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+HEX = "0123456789abcdef"
 DIGITS = 4
-"""Hex digits of a key that choose its byte."""
-_LOCK_AND_WAIT = getattr(fcntl, "F_OFD_SETLKW", None)  # Linux; fcntl_locking(2)
+"""Hex digits of a key that choose its byte; the first of them chooses the file."""
+_LOCK_AND_WAIT = getattr(fcntl, "F_OFD_SETLKW", None)
+"""Linux's locks of an open file, not of a process: they hold against other threads too (fcntl_locking(2))."""
 
 
 class StateLocks:
-    """The locks of one store. A regular file open for writing: on NFS others would be this host's alone."""
+    """The locks of one store. Regular files open for writing: on NFS others would be this host's alone."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._spare: list[int] = []
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     @contextmanager
     def hold(self, beginning: str) -> Generator[None]:
@@ -32,56 +33,41 @@ class StateLocks:
 
         On a file system that is mounted read-only nothing is held, since nothing can be changed. Raises OSError.
         """
-        try:
-            descriptor = self._descriptor()
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
+        digits = beginning[:DIGITS]
+        known = bool(digits) and set(digits) <= set(HEX)
+        with ExitStack() as held:
+            try:
+                for first in digits[0] if known else HEX:  # in one order everywhere: nobody waits for one who waits for him
+                    descriptor = self._open(f"states-{first}")
+                    held.callback(os.close, descriptor)  # which lets go of it
+                    _lock(descriptor, *_bytes_of(digits[1:] if known else ""))
+            except OSError as error:
+                if error.errno != errno.EROFS:
+                    raise
             yield
-            return
-        try:
-            _call(descriptor, fcntl.F_WRLCK, *_bytes_of(beginning))
-            yield
-            _call(descriptor, fcntl.F_UNLCK, 0, 0)  # to the end of all
-        except BaseException:
-            os.close(descriptor)  # which lets go of it too
-            raise
-        self._spare.append(descriptor)
 
-    def close(self) -> None:
-        """Closes what nobody holds."""
-        with suppress(IndexError):
-            while True:
-                os.close(self._spare.pop())
-
-    def _descriptor(self) -> int:
-        """A descriptor of its own for each that holds: such a lock belongs to the open file, not to the process."""
-        with suppress(IndexError):
-            return self._spare.pop()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    def _open(self, name: str) -> int:
+        path, flags = self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
-            return os.open(self._path, flags, 0o666)
+            return os.open(path, flags, 0o666)
         except FileNotFoundError:
-            self._path.parent.mkdir(exist_ok=True)
-            return os.open(self._path, flags, 0o666)
+            self._folder.mkdir(exist_ok=True)
+            return os.open(path, flags, 0o666)
 
 
-def _bytes_of(beginning: str) -> tuple[int, int]:
-    """(first, count) of the bytes of all keys that begin so."""
-    digits = beginning[:DIGITS]
-    if not digits or not set(digits) <= set("0123456789abcdef"):
-        return 0, 16**DIGITS
-    free = 16 ** (DIGITS - len(digits))
-    return int(digits, 16) * free, free
+def _bytes_of(digits: str) -> tuple[int, int]:
+    """(first, count) of the bytes of all keys that go on so after their first digit."""
+    free = 16 ** (DIGITS - 1 - len(digits))
+    return int(digits or "0", 16) * free, free
 
 
-def _call(descriptor: int, kind: int, first: int, count: int) -> None:
-    """Locks or unlocks bytes; the whole file where the system has no such locks."""
+def _lock(descriptor: int, first: int, count: int) -> None:
+    """Waits for bytes; for the whole file where the system has no such locks."""
     if _LOCK_AND_WAIT is not None:
         try:
-            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, struct.pack("hhqqi4x", kind, os.SEEK_SET, first, count, 0))
+            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
             return
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    fcntl.flock(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)

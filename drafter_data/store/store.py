@@ -4,7 +4,7 @@
     STORE/states/ab/abcd….safetensors
     STORE/receipts/<chunk>.<writer>.jsonl
     STORE/leases/<chunk>.json
-    STORE/locks/states          held in part while a file comes into or leaves states/ (locks.py)
+    STORE/locks/                held while a file comes into or leaves states/ (locks.py)
     STORE/plans/<dataset_id>/
     STORE/provenance.jsonl, canaries.jsonl   how states came about, what the canary found
 
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class Store:
         self._group: GroupCommit | None = None
         self._opening = threading.Lock()
         self._leases = Leases(root / "leases")
-        self._locks = StateLocks(root / "locks" / "states")
+        self._locks = StateLocks(root / "locks")
         self._receipts.refresh()
 
     @classmethod
@@ -167,9 +167,11 @@ class Store:
         A state that already has a receipt is left alone and its receipt returned. Raises DumpRejected with the reason, or OSError
         (disk full, read-only) with nothing left behind but, where the last steps fail, a file without a receipt (fsck).
         """
-        return self.commit_soon(
-            dump, state_key, token_ids_s, chunk=chunk, attempts=attempts, engine_seconds=engine_seconds
-        ).result()
+        outcome = self.commit_soon(dump, state_key, token_ids_s, chunk=chunk, attempts=attempts, engine_seconds=engine_seconds)
+        try:
+            return outcome.result()
+        finally:
+            wait([outcome])  # also when interrupted: the caller's dump is in use until then
 
     def commit_soon(
         self,
@@ -196,8 +198,8 @@ class Store:
             check_columns_distinct(dump.states_slh, label)
             final, group = self.path_of(state_key), self._committing()
             held.enter_context(group.room)
+            held.enter_context(self._locks.hold(state_key))  # first: whoever has it may be another process, and stopped
             with group.writing(dump.states_slh.nbytes):
-                held.enter_context(self._locks.hold(state_key))
                 if final.exists():  # a host that was taken for dead and went on may have brought it meanwhile
                     self._receipts.refresh()
                 existing = self.find(state_key)
@@ -221,7 +223,7 @@ class Store:
                     chunk=chunk,
                     committed_at=time.time(),
                 )
-                return group.settle(state, receipt, held.pop_all())
+                return group.settle(state, receipt, held)
 
     def read(self, state_key: str) -> StateView:
         """Opens a committed state. Raises StateCorrupt when the file is missing or is no state file (fsck repairs)."""
@@ -330,7 +332,6 @@ class Store:
         """Settles what is written, closes files and stops renewing leases."""
         if self._group is not None:
             self._group.close()
-        self._locks.close()
         self._receipts.close()
         self._leases.close()
 

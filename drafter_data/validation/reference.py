@@ -67,7 +67,7 @@ class LayerReference:
         for half_rows in (np.inf, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0):
             scaled_nf = (features_nf - centre_f) * np.sqrt(_certainty(rows_n, half_rows))[:, None]
             covariance_ff, distance_n, kept_n = trimmed_covariance(scaled_nf)
-            trend = abs(float(np.corrcoef(np.log(distance_n[kept_n] + 1e-9), np.log(rows_n[kept_n] + 1))[0, 1]))
+            trend = _trend(distance_n[kept_n], rows_n[kept_n])
             limit = max(FAR, 2 * float(np.quantile(distance_n[kept_n], 0.99)))
             spread_l = np.median([signature.spread_l for signature in signatures], axis=0)
             if best is None or trend < best[0] - 0.02:
@@ -245,6 +245,13 @@ def _matrix(features_f: Doubles, layers: int) -> Doubles:
 def _features_without(layers: int, place: int) -> list[int]:
     a, b = np.triu_indices(layers)
     return [int(k) for k in np.flatnonzero((a != place) & (b != place))]
+
+
+def _trend(distance_n: Doubles, rows_n: Doubles) -> float:
+    """How strongly distances go with the number of rows (0 to 1); 0 where that is one number throughout."""
+    if np.ptp(rows_n) == 0 or np.ptp(distance_n) == 0:
+        return 0.0
+    return abs(float(np.corrcoef(np.log(distance_n + 1e-9), np.log(rows_n + 1))[0, 1]))
 
 
 def _certainty(rows: Any, half_rows: float) -> Any:

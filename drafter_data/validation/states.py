@@ -7,21 +7,26 @@ They are checked first, and judged once all of them are known.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 
 from data_contracts.receipt import Receipt
-from drafter_data.files import read_ahead
+from drafter_data.files import read_through
 from drafter_data.store.store import Store
 from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.state_file import CheckedState, check_state_file, read_signature
 
 BATCH_BYTES = 8 << 20
 """Small states are handed to a thread some at a time: waking a thread costs as much as checking one."""
+SMALL_BYTES = 16 << 20
+"""Below, one thread checks at a time: much of what a state takes is the interpreter's, which two would hand to and fro."""
 BATCHES_AHEAD = 8
+READERS = 4
 
 
 def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[CheckedState]:
@@ -61,18 +66,25 @@ def _in_batches(
 ) -> Iterator[CheckedState]:
     """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead."""
 
-    def check_all(batch: list[Receipt]) -> list[CheckedState]:
-        return [check(receipt) for receipt in batch]
+    one_at_a_time = threading.Lock()
+
+    def bring(batch: list[Receipt]) -> None:
+        for receipt in batch:
+            read_through(store.path_of(receipt.state_key))
+
+    def check_all(batch: list[Receipt], brought: Future[None]) -> list[CheckedState]:
+        brought.result()
+        with one_at_a_time if batch[0].bytes < SMALL_BYTES else nullcontext():
+            return [check(receipt) for receipt in batch]
 
     waiting: deque[Future[list[CheckedState]]] = deque()
-    for batch in _batches(receipts):
-        for receipt in batch:
-            read_ahead(store.path_of(receipt.state_key))
-        waiting.append(pool.submit(check_all, batch))
-        if len(waiting) >= BATCHES_AHEAD:
+    with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
+        for batch in _batches(receipts):
+            waiting.append(pool.submit(check_all, batch, readers.submit(bring, batch)))
+            if len(waiting) >= BATCHES_AHEAD:
+                yield from waiting.popleft().result()
+        while waiting:
             yield from waiting.popleft().result()
-    while waiting:
-        yield from waiting.popleft().result()
 
 
 def _batches(receipts: Iterable[Receipt]) -> Iterator[list[Receipt]]:

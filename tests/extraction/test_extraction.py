@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,9 @@ from benchmarks.world import RAM_DISK, timed_engine, work_folder
 from data_contracts.parameters import ExtractionParameters
 from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.dataset import Dataset
+from drafter_data.engines.base import ClaimedDump
+from drafter_data.engines.sglang import SGLangEngine
+from drafter_data.errors import DumpRejected
 from drafter_data.extraction import tuning
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over, run_campaign
 from drafter_data.extraction.session import SessionSettings, shared_session
@@ -138,6 +142,22 @@ def test_extraction_tells_the_cost_model_when_the_engine_replied(
         run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
     assert len(replies) == len(commits) == 40
     assert all(replied < begun for replied, begun in zip(sorted(replies), sorted(commits), strict=True))
+
+
+def test_dump_that_cannot_be_removed_costs_no_sample(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, release = list[str](), SGLangEngine.release
+
+    def refuse_some(engine: SGLangEngine, dump: ClaimedDump) -> None:
+        release(engine, dump)
+        if len(refused) < 3 and threading.current_thread().name == "commit":
+            refused.append(dump.request_id)
+            raise DumpRejected("in the dump folder is no folder of ours", reason="hostile-entry")
+
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9))
+    with running_engine(small_model) as engine:
+        monkeypatch.setattr(SGLangEngine, "release", refuse_some)
+        report = run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
+    assert (len(refused), report.stored, report.failed) == (3, 20, 0)
 
 
 def test_run_tells_its_tuner_what_was_answered(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from drafter_data.store import group_commit
 from drafter_data.store.commit import written_state
 from drafter_data.store.fsck import fsck
 from drafter_data.store.group_commit import GroupCommit
+from drafter_data.store.locks import StateLocks
 from drafter_data.store.receipts import ReceiptLog
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
@@ -268,6 +269,60 @@ def test_dump_is_released_once_it_is_needed_no_more_however_the_commit_ends(stor
     outcome = commit_soon(store, second, release("failed", second))
     assert isinstance(outcome.exception(30), OSError)
     assert released == ["committed named", "told", "known named", "rejected unnamed", "failed unnamed"]
+
+
+def test_where_no_thread_can_be_started_nothing_is_taken_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[int]()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            commit_soon(store, MEMBERS[0], lambda: released.append(1))
+    assert released == [1]
+    assert not list(store.root.glob("states/*/*"))
+    assert commit(store, MEMBERS[0]).state_key == key_of(MEMBERS[0])
+    store.close()
+
+
+def test_keys_that_another_process_holds_stop_no_other_state(store: Store) -> None:
+    stopped = StateLocks(store.root / "locks")
+    wanted = {key_of(ids)[:4]: ids for ids in (ids_of(20, seed) for seed in range(8))}
+    held, free = list(wanted.values())[:4], list(wanted.values())[4:]
+    with ThreadPoolExecutor(8) as pool:
+        with ExitStack() as others:
+            for ids in held:
+                others.enter_context(stopped.hold(key_of(ids)))
+            outcomes = [pool.submit(commit, store, ids) for ids in held]
+            assert [pool.submit(commit, store, ids).result(30).state_key for ids in free] == [key_of(ids) for ids in free]
+            assert not any(outcome.done() for outcome in outcomes)
+        assert [outcome.result(30).state_key for outcome in outcomes] == [key_of(ids) for ids in held]
+
+
+def test_interrupted_commit_waits_until_its_dump_is_needed_no_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, real_result = HeldGroups(monkeypatch), Future.result
+
+    def interrupted(outcome: Future[Receipt], timeout: float | None = None) -> Receipt:
+        if timeout is not None:
+            return real_result(outcome, timeout)
+        threading.Timer(0.1, groups.go_on.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        commit(store, MEMBERS[0])
+    assert groups.go_on.is_set()
+    assert key_of(MEMBERS[0]) in store
+
+
+def test_what_was_handed_over_cannot_be_taken_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = HeldGroups(monkeypatch)
+    outcome = commit_soon(store, MEMBERS[0])
+    assert not outcome.cancel()
+    groups.go_on.set()
+    assert outcome.result(30).state_key == key_of(MEMBERS[0])
 
 
 def test_close_settles_what_waits_and_ends_the_thread(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,10 @@ def waits(take: Callable[[], None]) -> bool:
     return thread.is_alive()
 
 
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def taker(path: Path, beginning: str) -> Callable[[], None]:
     def take() -> None:
         with StateLocks(path).hold(beginning):
@@ -42,17 +46,18 @@ def taker(path: Path, beginning: str) -> Callable[[], None]:
         (KEY, KEY, True), (KEY, NEXT, False), (KEY, FAR, False), (KEY, "ab", True), (KEY, "ac", False), ("ab", KEY, True),
         ("ab", NEXT, True), ("ab", FAR, False), (KEY, "lost+found", True), ("lost+found", FAR, True), ("", FAR, True),
         (NEXT, "ab", True), ("ffff", "ff", True), ("0000", "00", True), ("0100", "00", False), (KEY, "AB", True),
+        ("a", KEY, True), ("a", "b", False),
     ],
 )  # fmt: skip
 def test_who_waits_for_whom(tmp_path: Path, held: str, asked: str, expected: bool) -> None:
-    path = tmp_path / "locks" / "states"
+    path = tmp_path / "locks"
     with StateLocks(path).hold(held):
         assert waits(taker(path, asked)) == expected
     assert not waits(taker(path, asked))
 
 
 def test_thread_waits_for_another_of_the_same_store(tmp_path: Path) -> None:
-    mine, order = StateLocks(tmp_path / "states"), list[str]()
+    mine, order = StateLocks(tmp_path / "locks"), list[str]()
 
     def take() -> None:
         with mine.hold(KEY):
@@ -69,7 +74,7 @@ def test_thread_waits_for_another_of_the_same_store(tmp_path: Path) -> None:
 
 
 def test_process_that_is_killed_lets_go(tmp_path: Path) -> None:
-    path = tmp_path / "states"
+    path = tmp_path / "locks"
     code = (
         "import sys, time; from pathlib import Path; from drafter_data.store.locks import StateLocks\n"
         f"with StateLocks(Path(sys.argv[1])).hold({KEY!r}):\n    print('held', flush=True); time.sleep(60)"
@@ -101,25 +106,23 @@ def test_system_without_such_locks_holds_all_keys_at_once(tmp_path: Path, monkey
         with (tmp_path / "other").open("w") as other, pytest.raises(OSError) as caught:
             locks.fcntl.fcntl(other, 9999, b"")
         assert caught.value.errno == errno.EINVAL
-    mine = StateLocks(tmp_path / "states")
+    mine = StateLocks(tmp_path / "locks")
     with mine.hold(KEY):
-        assert waits(taker(tmp_path / "states", FAR))
-    assert not waits(taker(tmp_path / "states", FAR))
+        assert waits(taker(tmp_path / "locks", FAR))
+    assert not waits(taker(tmp_path / "locks", FAR))
 
 
-def test_error_within_lets_go_and_closing_closes_what_is_spare(tmp_path: Path) -> None:
-    mine = StateLocks(tmp_path / "states")
+def test_error_within_lets_go_and_no_descriptor_stays_open(tmp_path: Path) -> None:
+    mine, before = StateLocks(tmp_path / "locks"), open_descriptors()
     with pytest.raises(ValueError, match="within"), mine.hold(KEY):
         raise ValueError("within")
-    assert not waits(taker(tmp_path / "states", KEY))
+    assert not waits(taker(tmp_path / "locks", KEY))
     with mine.hold(KEY), mine.hold(FAR):
         pass
-    descriptors = list(mine._spare)
-    assert len(descriptors) == 2
-    mine.close()
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file"):
-            os.fstat(descriptor)
+    with mine.hold("lost+found"):
+        pass
+    assert open_descriptors() == before
+    assert {path.name for path in (tmp_path / "locks").iterdir()} == {f"states-{first}" for first in locks.HEX}
 
 
 def test_read_only_file_system_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,5 +130,5 @@ def test_read_only_file_system_holds_nothing(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "open", refuse)
-    with StateLocks(tmp_path / "states").hold(KEY):
+    with StateLocks(tmp_path / "locks").hold(KEY):
         pass

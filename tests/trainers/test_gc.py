@@ -33,7 +33,7 @@ from pathlib import Path
 from drafter_data.store.retention import collect_garbage
 from drafter_data.store.store import Store
 
-STEPS = {"open", "write", "fsync", "unlink", "flock", "replace"}
+STEPS = {"open", "write", "fsync", "unlink", "fcntl", "replace"}
 
 def gc(root, kept, kill_at):
     \"\"\"Removes, and is gone before step `kill_at`; returns the number of steps.\"\"\"

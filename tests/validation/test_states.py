@@ -1,0 +1,81 @@
+"""Which states are checked beside each other, and which files are read ahead of their check."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from drafter_data import files
+from drafter_data.files import read_through
+from drafter_data.store.store import Store
+from drafter_data.validation import states, validate_store
+from tests.store.making import commit, identity_of, ids_of
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.open(tmp_path / "store", identity_of())
+    for seed in range(6):
+        commit(store, ids_of(20, seed))
+    return store
+
+
+@pytest.mark.parametrize(("small_bytes", "most_at_once"), [(1 << 20, 1), (0, 2)])
+def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
+    store: Store, monkeypatch: pytest.MonkeyPatch, small_bytes: int, most_at_once: int
+) -> None:
+    at_once, most, lock, real_check = [0], [0], threading.Lock(), states.check_state_file
+    both = threading.Barrier(2)
+
+    def check(*given: object) -> object:
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        if small_bytes == 0:
+            both.wait(10)  # two are under way
+        checked = real_check(*given)  # type: ignore[arg-type]
+        with lock:
+            at_once[0] -= 1
+        return checked
+
+    monkeypatch.setattr(states, "check_state_file", check)
+    monkeypatch.setattr(states, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(states, "BATCH_BYTES", 1)
+    report = validate_store(store, None, workers=2)
+    assert (report.states, report.errors, most[0]) == (6, 0, most_at_once)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_file_is_read_through_before_its_check_unless_it_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    path, read, real_readv = tmp_path / "file", list[int](), os.readv
+    path.write_bytes(b"x" * 1_000_000)
+
+    def readv(descriptor: int, buffers: list[memoryview]) -> int:
+        read.append(real_readv(descriptor, buffers))
+        return read[-1]
+
+    def preadv(*_: object) -> int:
+        if cached:
+            return 1
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "readv", readv)
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(files, "_NOWAIT", 8)
+    read_through(path)
+    assert sum(read) == (0 if cached else 1_000_000)
+    monkeypatch.setattr(files, "_NOWAIT", 0)  # a system that does not tell
+    read_through(path)
+    assert sum(read) == (1_000_000 if cached else 2_000_000)
+
+
+def test_what_cannot_be_read_ahead_is_left_to_the_check(tmp_path: Path) -> None:
+    read_through(tmp_path / "missing")
+    read_through(tmp_path)
+    (tmp_path / "empty").touch()
+    read_through(tmp_path / "empty")
