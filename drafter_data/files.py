@@ -26,7 +26,6 @@ BLOCK_BYTES = 1 << 22
 NO_HARD_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
 """What link(2) says of a file that can have no second name there: another file system or mount, or one without such links."""
 READ_AHEAD_BYTES = 1 << 20
-READ_BYTES = 1 << 18
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux; preadv2(2)
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
@@ -143,21 +142,19 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
             os.close(descriptor)
 
 
-def read_through(path: Path) -> None:
+def read_through(path: Path, room: memoryview) -> None:
     """Brings a file that is to be read soon into the page cache by reading it, unless both ends and the middle are there. Linux
     gives what is read in order larger pages than what `read_ahead` asks for, and those are mapped sooner (benchmarks/NOTES.md).
-    What is wrong with the file is for its reader to tell.
+    What is wrong with the file is for its reader to tell. `room` is overwritten.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            size = os.fstat(descriptor).st_size
-            buffer = memoryview(bytearray(min(size, READ_BYTES)))
-            if all(_is_cached(descriptor, buffer[:1], at) for at in (0, size // 2, max(size - 1, 0))):
+            left = os.fstat(descriptor).st_size
+            if all(_is_cached(descriptor, room[:1], at) for at in (0, left // 2, max(left - 1, 0))):
                 return
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while os.readv(descriptor, [buffer]):
-                pass
+            while left > 0 and (count := os.readv(descriptor, [room])):
+                left -= count
         finally:
             os.close(descriptor)
 

@@ -27,6 +27,7 @@ SMALL_BYTES = 16 << 20
 """Below, one thread checks at a time: much of what a state takes is the interpreter's, which two would hand to and fro."""
 BATCHES_AHEAD = 8
 READERS = 4
+READ_BYTES = 1 << 20
 
 
 def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[CheckedState]:
@@ -69,8 +70,9 @@ def _in_batches(
     one_at_a_time = threading.Lock()
 
     def bring(batch: list[Receipt]) -> None:
+        room = memoryview(bytearray(READ_BYTES))
         for receipt in batch:
-            read_through(store.path_of(receipt.state_key))
+            read_through(store.path_of(receipt.state_key), room)
 
     def check_all(batch: list[Receipt], brought: Future[None]) -> list[CheckedState]:
         brought.result()

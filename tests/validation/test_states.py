@@ -14,6 +14,8 @@ from drafter_data.store.store import Store
 from drafter_data.validation import states, validate_store
 from tests.store.making import commit, identity_of, ids_of
 
+ROOM = memoryview(bytearray(1 << 18))
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
@@ -67,15 +69,15 @@ def test_file_is_read_through_before_its_check_unless_it_is_in_memory(
     monkeypatch.setattr(os, "readv", readv)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(files, "_NOWAIT", 8)
-    read_through(path)
+    read_through(path, ROOM)
     assert sum(read) == (0 if cached else 1_000_000)
     monkeypatch.setattr(files, "_NOWAIT", 0)  # a system that does not tell
-    read_through(path)
+    read_through(path, ROOM)
     assert sum(read) == (1_000_000 if cached else 2_000_000)
 
 
 def test_what_cannot_be_read_ahead_is_left_to_the_check(tmp_path: Path) -> None:
-    read_through(tmp_path / "missing")
-    read_through(tmp_path)
+    read_through(tmp_path / "missing", ROOM)
+    read_through(tmp_path, ROOM)
     (tmp_path / "empty").touch()
-    read_through(tmp_path / "empty")
+    read_through(tmp_path / "empty", ROOM)
