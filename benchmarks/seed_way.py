@@ -33,7 +33,7 @@ def main() -> None:
         "--hidden-sizes", type=int, nargs="*", default=[512], help="of dumps of 4 bf16 layers; the field's model has 7,168"
     )
     parser.add_argument("--mean-tokens", type=float, nargs="*", default=[2353.0, 300.0])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     rows: list[list[Cell]] = []
     goals: dict[str, str] = {}
