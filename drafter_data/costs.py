@@ -27,7 +27,7 @@ from data_contracts.forecast import CostFit, Forecast
 from data_contracts.record import Record
 from drafter_data.cost_fit import PAUSE, Fitted, Floats, fit_windows, in_flight_weights
 from drafter_data.errors import InputError
-from drafter_data.files import write_atomic
+from drafter_data.files import exclusive, write_atomic
 
 PRIOR = (0.020, 25e-6, 0.0)
 """Seconds, seconds a token, seconds a token^2, until something has been observed."""
@@ -101,6 +101,8 @@ class CostModel:
         self.found_in_flight = found_in_flight
         """Kept for the next run on this engine, which begins with it."""
         self._windows: list[CostWindow] = list(windows)
+        self._on_disk = set(windows)
+        """Of this session, those that were loaded included."""
         self._open: list[tuple[int, float, int]] = []
         self._last_finish: float | None = None
         self._begun: float | None = None
@@ -113,24 +115,27 @@ class CostModel:
     @classmethod
     def load(cls, path: Path) -> CostModel:
         """The kept model, or an empty one named after the file where there is none. Raises InputError for another file."""
-        if not path.is_file():
-            return cls(path.stem)
-        try:
-            history = CostHistory.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise InputError(
-                f"{path} is no cost history: {error.errors()[0]['msg']}; remove it, the engine is then measured again",
-                reason="cost-history-invalid",
-            ) from error
+        history = _read(path)
         return cls(history.fingerprint, history.windows, history.found_in_flight)
 
     def save(self, path: Path) -> None:
-        """Keeps the history (at most 1,024 windows) for the next run on this engine."""
-        with self._lock:
-            history = CostHistory(
-                fingerprint=self.fingerprint, windows=tuple(self._to_keep()), found_in_flight=self.found_in_flight
-            )
-        write_atomic(path, history.model_dump_json(exclude_none=True))
+        """Keeps the history (at most 1,024 windows) for the next run on this engine, with what other sessions have kept meanwhile:
+        engines that are alike have one history.
+        """
+        with exclusive(path.parent / ".lock"):
+            try:
+                others = _read(path)
+            except InputError:  # spoilt since it was loaded
+                others = CostHistory(fingerprint=self.fingerprint, windows=())
+            with self._lock:
+                windows = self._to_keep()
+                new = next((place for place, window in enumerate(windows) if window not in self._on_disk), len(windows))
+                theirs = [window for window in others.windows if window not in self._on_disk]
+                self._on_disk.update(windows)
+                windows[new:new] = theirs
+                found = max(self.found_in_flight, others.found_in_flight, key=_found_at)
+            history = CostHistory(fingerprint=self.fingerprint, windows=tuple(_bounded(windows)), found_in_flight=found)
+            write_atomic(path, history.model_dump_json(exclude_none=True))
 
     def observe(self, tokens: int, seconds: float, in_flight: int, *, finished_at: float | None = None) -> None:
         """Takes in one finished request: `tokens`, its `seconds` from sending to reply, requests open when it was sent.
@@ -198,9 +203,7 @@ class CostModel:
         self._windows.append(window)
         if self.on_window is not None:
             self.on_window(window)
-        if len(self._windows) > MAX_WINDOWS:
-            older = len(self._windows) // 2
-            self._windows[:older] = self._windows[:older:2]
+        self._windows = _bounded(self._windows)
 
     def _with_open(self) -> list[CostWindow]:
         """All windows, with the open one where it says something: after a few probes it is all there is."""
@@ -307,6 +310,30 @@ class CostModel:
         fitted = fit_windows(x_w3, seconds_w, weight_w)
         share = float(fitted.noise / np.sqrt(np.median(seconds_w)))
         return _cost_fit(fitted.coefficients_3, share, sum(w.requests for w in windows), "observed"), fitted
+
+
+def _read(path: Path) -> CostHistory:
+    if not path.is_file():
+        return CostHistory(fingerprint=path.stem, windows=())
+    try:
+        return CostHistory.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise InputError(
+            f"{path} is no cost history: {error.errors()[0]['msg']}; remove it, the engine is then measured again",
+            reason="cost-history-invalid",
+        ) from error
+
+
+def _bounded(windows: list[CostWindow]) -> list[CostWindow]:
+    """Every second one of the older half is left out while there are too many."""
+    while len(windows) > MAX_WINDOWS:
+        older = len(windows) // 2
+        windows = windows[:older:2] + windows[older:]
+    return windows
+
+
+def _found_at(found: FoundInFlight | None) -> float:
+    return found.found_at if found is not None else -math.inf
 
 
 def _tell_of(windows: Sequence[CostWindow], in_flight: int) -> bool:

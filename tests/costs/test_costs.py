@@ -261,6 +261,37 @@ def test_costs_found_in_flight_is_kept_and_holds_for_like_lengths(
     assert kept.found_for(lengths_n[:0], bound) is None
 
 
+def test_costs_two_sessions_at_once_keep_what_both_have_learnt(tmp_path: Path) -> None:
+    path, rng = costs_path(tmp_path, "abc"), np.random.default_rng(3)
+    before = CostModel("abc", found_in_flight=FoundInFlight(requests=2, mean_tokens=1000, found_at=1.0))
+    work(before, rng.integers(100, 2000, 100), (0.02, 25e-6, 0), 4, 4)
+    before.save(path)
+    first, second = CostModel.load(path), CostModel.load(path)
+    known = windows_of(path)
+    work(first, rng.integers(100, 2000, 100), (0.02, 25e-6, 0), 4, 5)
+    work(second, rng.integers(100, 2000, 100), (0.02, 25e-6, 0), 4, 6)
+    first.found_in_flight = FoundInFlight(requests=8, mean_tokens=1000, found_at=3.0)
+    second.found_in_flight = FoundInFlight(requests=4, mean_tokens=1000, found_at=2.0)
+    first.save(path)
+    of_first = windows_of(path)[len(known) :]
+    second.save(path)
+    assert windows_of(path)[: len(known) + len(of_first)] == [*known, *of_first]
+    of_second = windows_of(path)[len(known) + len(of_first) :]
+    assert len(of_first) > 5
+    assert len(of_second) > 5
+    assert CostModel.load(path).found_in_flight == first.found_in_flight
+    for model in (first, second, before):  # nothing comes twice
+        model.save(path)
+    assert sorted(windows_of(path), key=str) == sorted([*known, *of_first, *of_second], key=str)
+    path.write_text("{}")
+    second.save(path)
+    assert set(windows_of(path)) == {*known, *of_second}
+
+
+def windows_of(path: Path) -> list[CostWindow]:
+    return list(CostHistory.model_validate_json(path.read_bytes()).windows)
+
+
 def test_costs_end_of_a_run_is_not_kept_as_its_speed(tmp_path: Path) -> None:
     """An engine that answers a pass at the end of the next one answers the last requests at once."""
     path, law = costs_path(tmp_path, "abc"), (0.01, 80e-6)
