@@ -142,17 +142,19 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
             os.close(descriptor)
 
 
-def read_through(path: Path, room: memoryview) -> None:
-    """Brings a file that is to be read soon into the page cache by reading it, unless both ends and the middle are there. Linux
+def read_through(path: Path, size: int, room: memoryview) -> None:
+    """Brings a file of `size` bytes that is to be read soon into the page cache, unless both ends and the middle are there. Linux
     gives what is read in order larger pages than what `read_ahead` asks for, and those are mapped sooner (benchmarks/NOTES.md).
-    What is wrong with the file is for its reader to tell. `room` is overwritten.
+    What is wrong with the file, another size say, is for its reader to tell. `room` is overwritten.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            left = os.fstat(descriptor).st_size
-            if all(_is_cached(descriptor, room[:1], at) for at in (0, left // 2, max(left - 1, 0))):
+            if os.fstat(descriptor).st_size != size:
                 return
+            if all(_is_cached(descriptor, room[:1], at) for at in (0, size // 2, max(size - 1, 0))):
+                return
+            left = size
             while left > 0 and (count := os.readv(descriptor, [room])):
                 left -= count
         finally:

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Event
@@ -253,9 +254,12 @@ class LabelledClaims:
             return None
 
     def close(self) -> None:
-        """Removes what came after its request was given up, and the run lock; the folder's close gives it back."""
+        """Removes what came after its request was given up, and the run lock; the folder's close gives it back. What cannot be
+        removed stays.
+        """
         for name in [name for name in self._folder.names() if self._run_of(name) == self._run]:
-            self._folder.remove(name)
+            with suppress(DumpRejected):
+                self._folder.remove(name)
         self._folder.remove(_run_lock(self._run))
 
 

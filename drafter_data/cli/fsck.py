@@ -36,7 +36,7 @@ def fsck(
     deep
         Read every byte and compare checksums and content, not only sizes.
     workers
-        Threads of a deep check.
+        Threads of a deep check, for states of 8 MB and more; smaller ones are checked in one.
     json
         Print the report as JSON.
     """

@@ -36,7 +36,7 @@ def validate(
     dataset
         Folder of a dataset: its rows are checked too, and those without a state are errors.
     workers
-        Threads.
+        Threads for states of 8 MB and more; smaller ones are checked in one.
     json
         Print the report as JSON.
     """

@@ -279,7 +279,7 @@ class _ChunkRun:
                 with closing(session.store.read(work.state_key)) as stored:
                     return states_distance(again, stored)
             finally:
-                session.engine.release(again)
+                session.extractor.give_back(again)
 
 
 class _Waiting:

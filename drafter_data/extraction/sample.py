@@ -115,7 +115,7 @@ class SampleExtractor:
         with ExitStack() as held:
             held.enter_context(self._window.space(work.tokens * self._limits.state_bytes_per_token))
             extracted = self.fetch(work, given_up, alone=alone)
-            held.callback(self._give_back, extracted.dump)
+            held.callback(self.give_back, extracted.dump)
             # By the times of replies: the first commits of a store wait for each other and end all at once.
             self._costs.observe(work.tokens, extracted.reply.seconds, extracted.in_flight, finished_at=extracted.answered_at)
             with self._outliers.turn():
@@ -130,8 +130,8 @@ class SampleExtractor:
                 release=held.pop_all().close,
             )
 
-    def _give_back(self, dump: ClaimedDump) -> None:
-        """A dump that cannot be removed says nothing about the state: the engine's close and the next run's sweep come to it."""
+    def give_back(self, dump: ClaimedDump) -> None:
+        """Releases a dump. That it cannot be removed says nothing about its sample: it is left lying."""
         with suppress(DumpRejected):
             self._engine.release(dump)
 
@@ -204,7 +204,7 @@ class SampleExtractor:
             _check_content(again, f"sample {work.state_key[:12]}, its first {work.tokens} tokens asked alone")
             return states_distance(again, dump, of_beginning=True)
         finally:
-            self._engine.release(again)
+            self.give_back(again)
 
 
 def _check_content(dump: ClaimedDump, label: str) -> None:

@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 HEX = "0123456789abcdef"
@@ -39,7 +39,7 @@ class StateLocks:
             try:
                 for first in digits[0] if known else HEX:  # in one order everywhere: nobody waits for one who waits for him
                     descriptor = self._open(f"states-{first}")
-                    held.callback(os.close, descriptor)  # which lets go of it
+                    held.callback(_let_go, descriptor)
                     _lock(descriptor, *_bytes_of(digits[1:] if known else ""))
             except OSError as error:
                 if error.errno != errno.EROFS:
@@ -65,9 +65,24 @@ def _lock(descriptor: int, first: int, count: int) -> None:
     """Waits for bytes; for the whole file where the system has no such locks."""
     if _LOCK_AND_WAIT is not None:
         try:
-            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
+            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, _record(fcntl.F_WRLCK, first, count))
             return
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _let_go(descriptor: int) -> None:
+    """Unlocks everything and closes. Closing alone lets go as well, but not on every FUSE file system."""
+    try:
+        if _LOCK_AND_WAIT is not None:
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, _LOCK_AND_WAIT, _record(fcntl.F_UNLCK, 0, 0))
+    finally:
+        os.close(descriptor)
+
+
+def _record(kind: int, first: int, count: int) -> bytes:
+    """struct flock of Linux on 64 bits; a count of 0 goes to the end."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, first, count, 0)

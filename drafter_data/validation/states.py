@@ -23,7 +23,7 @@ from drafter_data.validation.state_file import CheckedState, check_state_file, r
 
 BATCH_BYTES = 8 << 20
 """Small states are handed to a thread some at a time: waking a thread costs as much as checking one."""
-SMALL_BYTES = 16 << 20
+SMALL_BYTES = 8 << 20
 """Below, one thread checks at a time: much of what a state takes is the interpreter's, which two would hand to and fro."""
 BATCHES_AHEAD = 8
 READERS = 4
@@ -38,13 +38,10 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
     def check(receipt: Receipt) -> CheckedState:
         return check_state_file(store.path_of(receipt.state_key), receipt, store.identity, reference)
 
-    def first_check(receipt: Receipt) -> CheckedState:
-        return check(receipt) if wanted(receipt.state_key) else CheckedState(receipt, None)
-
     picked = heapq.nsmallest(SAMPLES, store.keys())
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
         receipts = (receipt for key in picked if (receipt := store.find(key)) is not None)
-        first = list(_in_batches(store, pool, receipts, first_check))
+        first = list(_in_batches(store, pool, receipts, wanted, check))
         reference = _learn(store, first)
         for one in first:
             if wanted(one.receipt.state_key):
@@ -53,7 +50,7 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
         first.clear()
         known = set(picked)
         rest = (one for one in store.receipts() if one.state_key not in known and wanted(one.state_key))
-        yield from _in_batches(store, pool, rest, check)
+        yield from _in_batches(store, pool, rest, wanted, check)
 
 
 def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
@@ -63,21 +60,28 @@ def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
 
 
 def _in_batches(
-    store: Store, pool: ThreadPoolExecutor, receipts: Iterable[Receipt], check: Callable[[Receipt], CheckedState]
+    store: Store,
+    pool: ThreadPoolExecutor,
+    receipts: Iterable[Receipt],
+    wanted: Callable[[str], bool],
+    check: Callable[[Receipt], CheckedState],
 ) -> Iterator[CheckedState]:
-    """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead."""
+    """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead. What is not wanted is
+    neither read nor checked.
+    """
 
     one_at_a_time = threading.Lock()
 
     def bring(batch: list[Receipt]) -> None:
         room = memoryview(bytearray(READ_BYTES))
         for receipt in batch:
-            read_through(store.path_of(receipt.state_key), room)
+            if wanted(receipt.state_key):
+                read_through(store.path_of(receipt.state_key), receipt.bytes, room)
 
     def check_all(batch: list[Receipt], brought: Future[None]) -> list[CheckedState]:
         brought.result()
         with one_at_a_time if batch[0].bytes < SMALL_BYTES else nullcontext():
-            return [check(receipt) for receipt in batch]
+            return [check(receipt) if wanted(receipt.state_key) else CheckedState(receipt, None) for receipt in batch]
 
     waiting: deque[Future[list[CheckedState]]] = deque()
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:

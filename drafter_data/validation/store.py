@@ -53,7 +53,7 @@ class _Tally:
 
 
 def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
-    """Checks every sample of `dataset` (or every state) in `workers` threads: hashing and NumPy let go of the interpreter lock.
+    """Checks every sample of `dataset` (or every state) in threads: one for small states, `workers` for those of 8 MB and more.
 
     What good content looks like is learnt from the states that are checked first (states.py). Memory: one state key a dataset row
     and one number a layer and state; state files are mapped, `workers` at a time.

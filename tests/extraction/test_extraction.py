@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 
 from benchmarks.world import RAM_DISK, timed_engine, work_folder
+from data_contracts.dump import FILE_PREFIX
 from data_contracts.parameters import ExtractionParameters
+from drafter_data.claiming.folder import DumpFolder
 from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.dataset import Dataset
-from drafter_data.engines.base import ClaimedDump
-from drafter_data.engines.sglang import SGLangEngine
-from drafter_data.errors import DumpRejected
+from drafter_data.errors import DumpRejected, StoreError
 from drafter_data.extraction import tuning
 from drafter_data.extraction.campaign import check_engine, extract_all, pending_chunks, plan_over, run_campaign
+from drafter_data.extraction.chunk import extract_chunk
 from drafter_data.extraction.session import SessionSettings, shared_session
 from drafter_data.extraction.tuning import InFlightTuner
 from drafter_data.safetensors_file import TensorFile
+from drafter_data.store.group_commit import GroupCommit
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 from tests.support.datasets import random_prompts, write_dataset
@@ -144,20 +146,62 @@ def test_extraction_tells_the_cost_model_when_the_engine_replied(
     assert all(replied < begun for replied, begun in zip(sorted(replies), sorted(commits), strict=True))
 
 
-def test_dump_that_cannot_be_removed_costs_no_sample(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused, release = list[str](), SGLangEngine.release
+def test_dumps_that_cannot_be_removed_cost_no_sample(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, remove = list[str](), DumpFolder.remove
 
-    def refuse_some(engine: SGLangEngine, dump: ClaimedDump) -> None:
-        release(engine, dump)
-        if len(refused) < 3 and threading.current_thread().name == "commit":
-            refused.append(dump.request_id)
-            raise DumpRejected("in the dump folder is no folder of ours", reason="hostile-entry")
+    def refuse_states(folder: DumpFolder, name: str) -> None:
+        if name.startswith(FILE_PREFIX) and folder.size_of(name):
+            refused.append(name)
+            raise DumpRejected(f"{name!r} in the dump folder is no folder of ours", reason="hostile-entry")
+        remove(folder, name)
 
-    dataset = write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9))
+    dataset, extraction = write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9)), ExtractionParameters()
     with running_engine(small_model) as engine:
-        monkeypatch.setattr(SGLangEngine, "release", refuse_some)
-        report = run_campaign(dataset.folder, tmp_path / "store", engine.parameters(), ExtractionParameters())
-    assert (len(refused), report.stored, report.failed) == (3, 20, 0)
+        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
+        plan = plan_over(dataset, tmp_path / "store", extraction, found)
+        settings = SessionSettings(
+            dataset.folder, tmp_path / "store", engine.parameters(), extraction, found.in_flight, found.canary.tolerance
+        )
+        monkeypatch.setattr(DumpFolder, "remove", refuse_states)
+        with shared_session(settings) as session:
+            extract_all(session, pending_chunks(plan, session.store))
+            stored, failed = len(session.store), session.progress.errors
+        monkeypatch.undo()
+        left = {path.name for path in engine.dump_folder.iterdir()}
+    assert len(set(refused)) >= 20
+    assert (stored, failed) == (20, 0)
+    assert left == set(refused), "the run's lock is gone"
+
+
+def test_chunk_ends_only_when_its_states_are_on_disk(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, held = GroupCommit._settle, list[int]()
+
+    def broken_then_slow(group_commit: GroupCommit, group: Any) -> None:
+        held.append(len(group))
+        if len(held) == 1:
+            deadline = time.monotonic() + 10
+            while not group_commit._waiting and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise OSError(errno.EIO, "Input/output error")
+        time.sleep(0.5)
+        settle(group_commit, group)
+
+    dataset, extraction = (
+        write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9)),
+        ExtractionParameters(recheck_samples=0),
+    )
+    with running_engine(small_model) as engine:
+        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
+        plan = plan_over(dataset, tmp_path / "store", extraction, found)
+        settings = SessionSettings(
+            dataset.folder, tmp_path / "store", engine.parameters(), extraction, found.in_flight, found.canary.tolerance
+        )
+        monkeypatch.setattr(GroupCommit, "_settle", broken_then_slow)
+        with shared_session(settings) as session:
+            with pytest.raises(StoreError, match="Input/output error"):
+                extract_chunk(session, pending_chunks(plan, session.store)[0])
+            assert not list(session.store.root.glob("states/*/.tmp-*")), "each one is named or gone when the lease is given back"
+            assert 0 < sum(held) - held[0] == len(session.store)
 
 
 def test_run_tells_its_tuner_what_was_answered(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

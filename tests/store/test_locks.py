@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,21 @@ NEXT = "ab13" + "0" * 36
 FAR = "ac12" + "0" * 36
 
 
+_started: list[threading.Thread] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_any_more() -> Iterator[None]:
+    """What one test has waiting has its descriptor closed before the next one begins."""
+    yield
+    while _started:
+        _started.pop().join(10)
+
+
 def waits(take: Callable[[], None]) -> bool:
     """Whether something does not end at once; what it waits for must then be let go of."""
     thread = threading.Thread(target=take, daemon=True)
+    _started.append(thread)
     thread.start()
     thread.join(0.1)
     return thread.is_alive()
@@ -123,6 +135,25 @@ def test_error_within_lets_go_and_no_descriptor_stays_open(tmp_path: Path) -> No
         pass
     assert open_descriptors() == before
     assert {path.name for path in (tmp_path / "locks").iterdir()} == {f"states-{first}" for first in locks.HEX}
+
+
+def test_bytes_are_unlocked_before_their_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some FUSE file systems let go of such a lock when it is unlocked, and not when its file is closed."""
+    calls, real_fcntl, real_close = list[str](), locks.fcntl.fcntl, os.close
+
+    def fcntl(descriptor: int, command: int, record: bytes) -> object:
+        calls.append("unlock" if record[:2] == locks.fcntl.F_UNLCK.to_bytes(2, "little") else "lock")
+        return real_fcntl(descriptor, command, record)
+
+    def close(descriptor: int) -> None:
+        calls.append("close")
+        real_close(descriptor)
+
+    monkeypatch.setattr(locks.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(os, "close", close)
+    with StateLocks(tmp_path / "locks").hold(KEY):
+        assert calls == ["lock"]
+    assert calls == ["lock", "unlock", "close"]
 
 
 def test_read_only_file_system_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,30 @@ def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
     assert (report.states, report.errors, most[0]) == (6, 0, most_at_once)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_file_is_read_through_before_its_check_unless_it_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+def test_each_file_is_read_through_before_its_check_and_no_other_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, real_check = list[tuple[str, str]](), states.check_state_file
+    wanted = set(list(store.keys())[:4])
+
+    def read(path: Path, size: int, room: memoryview) -> None:
+        time.sleep(0.02)  # a check that did not wait would come first
+        assert size == path.stat().st_size
+        steps.append(("read", path.stem))
+
+    def check(path: Path, *given: object) -> object:
+        steps.append(("check", path.stem))
+        return real_check(path, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(states, "read_through", read)
+    monkeypatch.setattr(states, "check_state_file", check)
+    monkeypatch.setattr(states, "BATCH_BYTES", 1)
+    list(states.check_states(store, 2, lambda key: key in wanted))
+    assert sorted(steps) == sorted((step, key) for step in ("read", "check") for key in wanted)
+    assert all(steps.index(("read", key)) < steps.index(("check", key)) for key in wanted)
+
+
+@pytest.mark.parametrize(("missing", "expected"), [("", 0), ("first", 1_000_000), ("middle", 1_000_000), ("last", 1_000_000)])
+def test_file_is_read_unless_its_ends_and_its_middle_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, expected: int
 ) -> None:
     path, read, real_readv = tmp_path / "file", list[int](), os.readv
     path.write_bytes(b"x" * 1_000_000)
@@ -61,23 +83,25 @@ def test_file_is_read_through_before_its_check_unless_it_is_in_memory(
         read.append(real_readv(descriptor, buffers))
         return read[-1]
 
-    def preadv(*_: object) -> int:
-        if cached:
-            return 1
-        raise BlockingIOError
+    def preadv(_descriptor: int, _buffers: list[memoryview], at: int, _flags: int) -> int:
+        if {0: "first", 500_000: "middle", 999_999: "last"}[at] == missing:
+            raise BlockingIOError
+        return 1
 
     monkeypatch.setattr(os, "readv", readv)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(files, "_NOWAIT", 8)
-    read_through(path, ROOM)
-    assert sum(read) == (0 if cached else 1_000_000)
+    read_through(path, 1_000_000, ROOM)
+    assert sum(read) == expected
     monkeypatch.setattr(files, "_NOWAIT", 0)  # a system that does not tell
-    read_through(path, ROOM)
-    assert sum(read) == (1_000_000 if cached else 2_000_000)
+    read_through(path, 1_000_000, ROOM)
+    assert sum(read) == expected + 1_000_000
+    read_through(path, 999_999, ROOM)  # not the file that was meant, however large it is
+    assert sum(read) == expected + 1_000_000
 
 
 def test_what_cannot_be_read_ahead_is_left_to_the_check(tmp_path: Path) -> None:
-    read_through(tmp_path / "missing", ROOM)
-    read_through(tmp_path, ROOM)
+    read_through(tmp_path / "missing", 0, ROOM)
+    read_through(tmp_path, tmp_path.stat().st_size, ROOM)
     (tmp_path / "empty").touch()
-    read_through(tmp_path / "empty", ROOM)
+    read_through(tmp_path / "empty", 0, ROOM)
