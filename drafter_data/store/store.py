@@ -204,7 +204,6 @@ class Store:
                     self._receipts.refresh()
                 existing = self.find(state_key)
                 if existing is not None:
-                    held.close()
                     return _known(existing)
                 if not final.parent.is_dir():
                     final.parent.mkdir(exist_ok=True)

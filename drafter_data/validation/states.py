@@ -26,8 +26,8 @@ BATCH_BYTES = 8 << 20
 SMALL_BYTES = 8 << 20
 """Below, one thread checks at a time: much of what a state takes is the interpreter's, which two would hand to and fro."""
 BATCHES_AHEAD = 8
-READERS = 4
-READ_BYTES = 1 << 20
+READERS, READ_BYTES = 4, 1 << 20
+"""Threads that read ahead, and how much at once; slow storage has that many requests to work on."""
 
 
 def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[CheckedState]:

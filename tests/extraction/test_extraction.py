@@ -6,6 +6,7 @@ import errno
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks.world import RAM_DISK, timed_engine, work_folder
 from data_contracts.dump import FILE_PREFIX
-from data_contracts.parameters import ExtractionParameters
+from data_contracts.parameters import EngineParameters, ExtractionParameters
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.costs import CostModel, CostWindow, FoundInFlight, costs_path
 from drafter_data.dataset import Dataset
@@ -44,6 +45,16 @@ def worst_error(store_root: Path, dataset: Dataset, model: Path) -> float:
         assert found.states_slh.shape == expected_slh.shape
         worst = max(worst, float(np.abs(found.states_slh - expected_slh).max()))
     return worst
+
+
+def planned(
+    dataset: Dataset, store: Path, engine: EngineParameters, extraction: ExtractionParameters
+) -> tuple[SessionSettings, list[int]]:
+    """Preflight and plan over a new store: the settings of its session, and its chunks."""
+    found = check_engine(dataset, store, engine, extraction, keep_free_bytes=0)
+    plan = plan_over(dataset, store, extraction, found)
+    settings = SessionSettings(dataset.folder, store, engine, extraction, found.in_flight, found.canary.tolerance)
+    return settings, [chunk.index for chunk in plan.chunks]
 
 
 def test_extraction_labelled_with_equal_lengths_in_flight_stores_every_state(small_model: Path, tmp_path: Path) -> None:
@@ -157,14 +168,10 @@ def test_dumps_that_cannot_be_removed_cost_no_sample(small_model: Path, tmp_path
 
     dataset, extraction = write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9)), ExtractionParameters()
     with running_engine(small_model) as engine:
-        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
-        plan = plan_over(dataset, tmp_path / "store", extraction, found)
-        settings = SessionSettings(
-            dataset.folder, tmp_path / "store", engine.parameters(), extraction, found.in_flight, found.canary.tolerance
-        )
+        settings, chunks = planned(dataset, tmp_path / "store", engine.parameters(), extraction)
         monkeypatch.setattr(DumpFolder, "remove", refuse_states)
         with shared_session(settings) as session:
-            extract_all(session, pending_chunks(plan, session.store))
+            extract_all(session, chunks)
             stored, failed = len(session.store), session.progress.errors
         monkeypatch.undo()
         left = {path.name for path in engine.dump_folder.iterdir()}
@@ -186,20 +193,14 @@ def test_chunk_ends_only_when_its_states_are_on_disk(small_model: Path, tmp_path
         time.sleep(0.5)
         settle(group_commit, group)
 
-    dataset, extraction = (
-        write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9)),
-        ExtractionParameters(recheck_samples=0),
-    )
+    dataset = write_dataset(tmp_path / "dataset", random_prompts(20, 40, 64, seed=9))
+    extraction = ExtractionParameters(recheck_samples=0)
     with running_engine(small_model) as engine:
-        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
-        plan = plan_over(dataset, tmp_path / "store", extraction, found)
-        settings = SessionSettings(
-            dataset.folder, tmp_path / "store", engine.parameters(), extraction, found.in_flight, found.canary.tolerance
-        )
+        settings, chunks = planned(dataset, tmp_path / "store", engine.parameters(), extraction)
         monkeypatch.setattr(GroupCommit, "_settle", broken_then_slow)
         with shared_session(settings) as session:
             with pytest.raises(StoreError, match="Input/output error"):
-                extract_chunk(session, pending_chunks(plan, session.store)[0])
+                extract_chunk(session, chunks[0])
             assert not list(session.store.root.glob("states/*/.tmp-*")), "each one is named or gone when the lease is given back"
             assert 0 < sum(held) - held[0] == len(session.store)
 
@@ -266,13 +267,8 @@ def test_forecast_counts_what_is_done_of_requests_in_flight(small_model: Path, t
     dataset = write_dataset(tmp_path / "dataset", random_prompts(40, 8, 64, seed=9))
     extraction = ExtractionParameters()
     with running_engine(small_model) as engine:
-        found = check_engine(dataset, tmp_path / "store", engine.parameters(), extraction, keep_free_bytes=0)
-        plan_over(dataset, tmp_path / "store", extraction, found)
-        settings = SessionSettings(
-            dataset=dataset.folder, store=tmp_path / "store", engine=engine.parameters(), extraction=extraction, in_flight=4,
-            tolerance=found.canary.tolerance,
-        )  # fmt: skip
-        with shared_session(settings) as session:
+        settings, _ = planned(dataset, tmp_path / "store", engine.parameters(), extraction)
+        with shared_session(replace(settings, in_flight=4)) as session:
             for k in range(8):
                 session.costs.observe(30, 1.0, 4, finished_at=time.monotonic() - 60 + k)
             idle = session.forecast().seconds
