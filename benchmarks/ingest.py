@@ -154,13 +154,20 @@ def ingest(dump_folder: Path, dumps: list[Dump], store_root: Path) -> None:
 
         def release() -> None:
             claimed.close()
-            folder.remove(dump.name)
+            for name in claimed.entries:
+                folder.remove(name)
 
         return store.commit_soon(claimed, request.state_key, request.token_ids_s, chunk="benchmark", release=release)
 
+    waiting = iter(dumps)
+
+    def take_all(_: int) -> list[Future[Receipt]]:
+        return [take(dump) for dump in waiting]
+
     with ThreadPoolExecutor(COMMIT_THREADS) as pool:
-        for committed in pool.map(take, dumps):
-            committed.result()
+        for taken in pool.map(take_all, range(COMMIT_THREADS)):
+            for committed in taken:
+                committed.result()
     store.close()
     folder.close()
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ BLOCK_BYTES = 1 << 22
 NO_HARD_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP})
 """What link(2) says of a file that can have no second name there: another file system or mount, or one without such links."""
 READ_AHEAD_BYTES = 1 << 20
+_OURS, _numbers = secrets.token_hex(4), count()
+"""What tells the temporary names of this process from those of others, on other hosts too, and from each other."""
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux; preadv2(2)
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 def temporary_name(final: str) -> str:
     """A name in the same folder that every sweep recognises as unfinished."""
-    return f"{TEMPORARY_PREFIX}{final[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
+    return f"{TEMPORARY_PREFIX}{final[:64]}.{os.getpid()}.{_OURS}{next(_numbers):x}"
 
 
 def fsync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ Why not the safetensors package: its NumPy side cannot read bfloat16 (safetensor
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic_core import from_json, to_json
 
 from drafter_data.errors import DrafterDataError
 
@@ -108,7 +108,7 @@ def _read_header(buffer: mmap.mmap, name: str, max_header_bytes: int) -> tuple[i
 def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Tensors and metadata of a header whose tensors must fill `data_bytes` without a gap. Raises MalformedFile."""
     try:
-        header: dict[str, Any] = json.loads(header_json)
+        header: dict[str, Any] = from_json(header_json)
         metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
         tensors = {
             key: TensorEntry(str(value["dtype"]), tuple(int(n) for n in value["shape"]), *(int(n) for n in value["data_offsets"]))
@@ -150,7 +150,7 @@ def state_header(shape_slh: tuple[int, int, int], dtype: str, header_bytes: int 
             "data_offsets": [ids_bytes, ids_bytes + states_bytes],
         },
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = to_json(header)
     total = header_bytes if header_bytes is not None else 8 + len(text) + (-len(text)) % 8
     if total < 8 + len(text):
         raise ValueError(f"a header of {8 + len(text)} bytes does not fit into {total}")

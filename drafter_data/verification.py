@@ -41,7 +41,7 @@ def hash_and_check(
     into its room first and taken once it has passed: what is checked is what is written, while it is in the cache.
 
     Raises DumpRejected: `not-finite` (a value whose exponent bits are all set is inf or NaN), `zero-rows` (a layer of a token that
-    is zero throughout).
+    is zero throughout), `layers-equal` (two stored layers that are the same).
     """
     layers, start = states_slh.shape[1], 0
     for block_rh in _blocks(states_slh, dtype, sink):
@@ -52,9 +52,11 @@ def hash_and_check(
             raise DumpRejected(
                 f"{label}: token {row // layers}, stored layer {row % layers}: {what}; the sample is extracted again", reason=reason
             )
+        start += len(block_rh)
+        if start == len(states_slh) * layers:
+            _check_columns_distinct(block_rh[-layers:], states_slh, label)
         if sink is not None:
             sink.took(block_rh.nbytes)
-        start += len(block_rh)
 
 
 def _blocks(states_slh: NDArray[Any] | RowsOnDisk, dtype: str, sink: Sink | None) -> Iterator[NDArray[Any]]:
@@ -90,14 +92,20 @@ def _first_bad_row(block_rh: NDArray[Any], dtype: str) -> tuple[int, str, str] |
         return int(full_r.argmax()), "a NaN or infinite value", "not-finite"
     # A row of zeros begins with zeros: only such rows are looked at in full. The shift drops the sign of -0.
     suspects = np.flatnonzero(~(block_rh[:, :_HEAD] << word(1)).any(axis=1))
+    if not len(suspects):
+        return None
     zero = suspects[~(block_rh[suspects] << word(1)).any(axis=1)]
     return (int(zero[0]), "all zeros", "zero-rows") if len(zero) else None
 
 
 def check_columns_distinct(states_slh: NDArray[Any] | RowsOnDisk, label: str) -> None:
     """Raises DumpRejected (`layers-equal`) when two stored layers are bit for bit the same over all tokens."""
-    layers = states_slh.shape[1]
-    last_lh = states_slh[-1] if len(states_slh) else np.empty(states_slh.shape[1:])
+    if len(states_slh):
+        _check_columns_distinct(states_slh[-1], states_slh, label)
+
+
+def _check_columns_distinct(last_lh: NDArray[Any], states_slh: NDArray[Any] | RowsOnDisk, label: str) -> None:
+    layers = len(last_lh)
     if len({last_lh[layer, :_HEAD].tobytes() for layer in range(layers)}) == layers:
         return  # the first values of the last token tell them apart
     for a in range(layers):

@@ -13,8 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import Event
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_contracts.dump import ACKNOWLEDGEMENT, FILE_PREFIX, RID_PREFIX, TEMPORARY_PREFIX, name_of, rid_prefix_of
 from data_contracts.identity import StoreIdentity
@@ -22,7 +24,7 @@ from drafter_data.claiming.folder import MAX_HEADER_BYTES, DumpFolder
 from drafter_data.claiming.proof import LogprobProof
 from drafter_data.engines.base import ClaimedDump, PrefillReply, PrefillRequest
 from drafter_data.errors import DumpMissing, DumpRejected, SampleError
-from drafter_data.foreign_file import ForeignFile
+from drafter_data.foreign_file import ForeignFile, RowsOnDisk
 from drafter_data.safetensors_file import MalformedFile, as_float32
 
 SETTLE_SECONDS = 5.0
@@ -172,17 +174,22 @@ class LabelledClaims:
                 piece.file.close()
 
         try:
-            for piece in pieces:
-                self._check_label(request, piece)
             states = [piece.file.rows("hidden_states") for piece in pieces]
             ids = [piece.file.array("token_ids") for piece in pieces]
+            for piece, states_slh, ids_s in zip(pieces, states, ids, strict=True):
+                self._check_label(request, piece, states_slh, ids_s)
         except MalformedFile as error:
             close()
             raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
         except BaseException:
             close()
             raise
-        first = pieces[0]
+        first, entries = pieces[0], [piece.name for piece in pieces]
+
+        def leave() -> None:
+            self._folder.remove(first.name)
+            entries.remove(first.name)
+
         whole = len(pieces) == 1 and first.file.tensors["token_ids"].start == 0
         return ClaimedDump(
             request_id=request.request_id,
@@ -191,13 +198,13 @@ class LabelledClaims:
             token_ids_s=ids[0] if len(pieces) == 1 else np.concatenate(ids),
             proof="label",
             proof_error=None,
-            entries=tuple(piece.name for piece in pieces),
+            entries=entries,
             whole_file=(first.file.descriptor, first.name, first.file.header_bytes) if whole else None,
             close=close,
-            leave=lambda: self._folder.remove(first.name),
+            leave=leave,
         )
 
-    def _check_label(self, request: PrefillRequest, piece: _Piece) -> None:
+    def _check_label(self, request: PrefillRequest, piece: _Piece, states_slh: RowsOnDisk, ids_s: NDArray[Any]) -> None:
         file, identity = piece.file, self._identity
         expected = {
             "rid": request.request_id,
@@ -211,16 +218,17 @@ class LabelledClaims:
                 raise DumpRejected(
                     f"dump {piece.name}: label {key}: expected {value!r}, found {file.metadata.get(key)!r}", reason="label-differs"
                 )
-        ids = file.array("token_ids")
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise DumpRejected(f"dump {piece.name}: token_ids are {ids.dtype} {ids.shape}", reason="label-differs")
-        if len(ids) != piece.end - piece.start:
-            raise DumpRejected(f"dump {piece.name}: {len(ids)} rows, its name says {piece.start}..{piece.end}", reason="row-count")
-        if not np.array_equal(ids, request.token_ids_s[piece.start : piece.end]):
+        if ids_s.dtype != np.int64 or ids_s.ndim != 1:
+            raise DumpRejected(f"dump {piece.name}: token_ids are {ids_s.dtype} {ids_s.shape}", reason="label-differs")
+        if len(ids_s) != piece.end - piece.start:
+            raise DumpRejected(
+                f"dump {piece.name}: {len(ids_s)} rows, its name says {piece.start}..{piece.end}", reason="row-count"
+            )
+        if not np.array_equal(ids_s, request.token_ids_s[piece.start : piece.end]):
             raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
-        shape = file.rows("hidden_states").shape
-        if len(shape) != 3 or shape[0] != len(ids):
-            raise DumpRejected(f"dump {piece.name}: expected {len(ids)} rows, found shape {shape}", reason="row-count")
+        shape = states_slh.shape
+        if len(shape) != 3 or shape[0] != len(ids_s):
+            raise DumpRejected(f"dump {piece.name}: expected {len(ids_s)} rows, found shape {shape}", reason="row-count")
 
     def abandon(self, request: PrefillRequest) -> None:
         """Removes what a failed request left."""

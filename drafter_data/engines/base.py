@@ -5,7 +5,7 @@ Tensor names carry their shape: S tokens of a prompt, L stored layers (aux layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ class ClaimedDump:
     token_ids_s: NDArray[np.int64] | None
     proof: ClaimProof
     proof_error: float | None
-    entries: tuple[str, ...]
+    entries: Sequence[str]
     whole_file: tuple[int, str, int] | None = None
     close: Callable[[], None] = lambda: None
     leave: Callable[[], None] = lambda: None

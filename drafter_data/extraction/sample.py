@@ -26,7 +26,7 @@ from drafter_data.extraction.outliers import FAR, Outliers, signature_of
 from drafter_data.extraction.patience import Patience
 from drafter_data.extraction.window import Window
 from drafter_data.store.store import Store
-from drafter_data.verification import check_columns_distinct, hash_and_check, states_distance
+from drafter_data.verification import hash_and_check, states_distance
 
 BACKOFF_SECONDS = 0.2
 MOST_BACKOFF_SECONDS = 10.0
@@ -210,7 +210,6 @@ class SampleExtractor:
 def _check_content(dump: ClaimedDump, label: str) -> None:
     """The commit's checks, made before so that what they find is named as they name it."""
     hash_and_check(dump.states_slh, dump.dtype, xxhash.xxh3_128(), label)
-    check_columns_distinct(dump.states_slh, label)
 
 
 def check_reply(request: PrefillRequest, reply: PrefillReply) -> None:

@@ -25,13 +25,16 @@ from drafter_data.verification import hash_and_check
 
 @dataclass(frozen=True)
 class WrittenState:
-    """A checked state under its temporary name, not durable yet. `bytes`: of the file; `xxh3`: its xxh3-128 hex."""
+    """A checked state under its temporary name, not durable yet. `bytes`: of the file; `xxh3`: its xxh3-128 hex; `moved`: it is the
+    dump itself.
+    """
 
     temporary: Path
     final: Path
     descriptor: int
     bytes: int
     xxh3: str
+    moved: bool
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def written_state(
             hash_and_check(dump.states_slh, dump.dtype, digest, label, writer)
             writer.finish()
             writer.give_back()
-        yield WrittenState(temporary, final, descriptor, size, digest.hexdigest())
+        yield WrittenState(temporary, final, descriptor, size, digest.hexdigest(), moved=opened < 0)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -12,11 +12,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from data_contracts.receipt import Receipt
 from drafter_data.files import fsync_folder, is_local, sync_file_system, syncs_as_one
@@ -30,8 +31,9 @@ LONGEST_SYNC_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
 """Others have much to write to that disk when a syncfs takes longer: for a while each file is synced alone."""
 MOST_UNSETTLED = 64
 """States that are written or wait for the disk at once; each holds a few descriptors."""
-SMALL_AT_ONCE = 2
-"""Small states written at once: what they take is the interpreter's time, which more threads would only hand to and fro."""
+SMALL_COPIES_AT_ONCE = 2
+"""Small states take the interpreter's time, which threads would only hand to and fro: those that move in are written one at a time.
+Copies wait for the disk besides."""
 ENOUGH, LONGEST_WAIT_SECONDS = 32, 0.02
 """A group waits for others that are being written, until there are so many, or so long."""
 IDLE_SECONDS = 1.0
@@ -50,6 +52,24 @@ class _Commit:
     settled: bool = False
 
 
+class _Turns:
+    """What threading.Semaphore is, made of a queue: that one is written in Python, and took a tenth of a small state's time."""
+
+    def __init__(self, count: int) -> None:
+        self._free = SimpleQueue[None]()
+        self.add(count)
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self._free.put(None)
+
+    def __enter__(self) -> None:
+        self._free.get()
+
+    def __exit__(self, *_: object) -> None:
+        self._free.put(None)
+
+
 class GroupCommit:
     """Settles states that are handed over, in one thread, while others write the next ones.
 
@@ -63,8 +83,9 @@ class GroupCommit:
         self._disk = os.open(states, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if syncs_as_one(states) else -1
         self._device = os.fstat(self._disk).st_dev if self._disk >= 0 else None
         self._alone_until = -math.inf
-        self.room = threading.Semaphore(MOST_UNSETTLED)
-        self._small = threading.Semaphore(SMALL_AT_ONCE)
+        self.room = _Turns(MOST_UNSETTLED)
+        self._small = _Turns(1)
+        self._copies = False
         self._changed = threading.Condition()
         self._coming = 0
         self._waiting: list[_Commit] = []
@@ -103,7 +124,7 @@ class GroupCommit:
         """Has a state settled; the result comes once it is in the store, with its receipt, and what was `held` is closed. Raises
         RuntimeError where no thread can be started, and then has taken nothing over.
 
-        It is an OSError when a step failed: that of one state is told to that one alone, and given to `held`. A state that had got
+        It is an OSError when a step failed: it is told to those alone whose step it was, and given to `held`. A state that had got
         its name by then stays, without a receipt (fsck).
         """
         with self._changed:
@@ -111,6 +132,9 @@ class GroupCommit:
                 thread = threading.Thread(target=self._settle_all, name="commit", daemon=True)
                 thread.start()  # where there can be no more threads this raises, and nothing is taken over
                 self._thread = thread
+            if not (state.moved or self._copies):
+                self._copies = True
+                self._small.add(SMALL_COPIES_AT_ONCE - 1)
             mine = _Commit(state, receipt, held.pop_all())
             mine.outcome.set_running_or_notify_cancel()  # from here on nobody can take it back
             self._waiting.append(mine)
@@ -144,8 +168,9 @@ class GroupCommit:
         as_one = self._may_sync_as_one(group)
         synced = self._synced(_singly(group), _sync_file, as_one=as_one)
         named = _tried(_singly(synced), _name)
-        lasting = self._synced(_by_folder(named), _sync_folder, as_one=as_one)
-        written = _tried(_singly(lasting), lambda part: self._receipts.write(part[0].receipt))
+        lasting = self._synced(_parts(named, lambda one: one.state.final.parent), _sync_folder, as_one=as_one)
+        by_chunk = _parts(lasting, lambda one: one.receipt.chunk)
+        written = _tried(by_chunk, lambda part: self._receipts.write([one.receipt for one in part]))
         for one in _tried([written], lambda _: self._receipts.sync()):
             one.settled = True
 
@@ -205,11 +230,11 @@ def _singly(group: Iterable[_Commit]) -> list[list[_Commit]]:
     return [[one] for one in group]
 
 
-def _by_folder(group: Iterable[_Commit]) -> list[list[_Commit]]:
-    """Parts of a group that lie in one folder."""
-    parts: dict[Path, list[_Commit]] = {}
+def _parts(group: Iterable[_Commit], of: Callable[[_Commit], Hashable]) -> list[list[_Commit]]:
+    """Parts of a group that are alike in something."""
+    parts: dict[Hashable, list[_Commit]] = {}
     for one in group:
-        parts.setdefault(one.state.final.parent, []).append(one)
+        parts.setdefault(of(one), []).append(one)
     return list(parts.values())
 
 

@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class ReceiptLine:
 
 @dataclass(frozen=True)
 class _Written:
-    """A line that this writer has appended, where, and the key of its receipt; None for other lines."""
+    """A line, or lines, that this writer has appended, where, and the key of its receipt; None for others."""
 
     path: Path
     start: int
@@ -157,9 +157,11 @@ class ReceiptLog:
                         yield Receipt.model_validate_json(line)
                     position += len(line)
 
-    def write(self, receipt: Receipt) -> None:
-        """Appends one line, which counts once `sync` has returned. Raises OSError, and then the file ends in whole lines."""
-        self._write(receipt.chunk or "loose", receipt.model_dump_json(), bytes.fromhex(receipt.state_key))
+    def write(self, receipts: Sequence[Receipt]) -> None:
+        """Appends receipts of one chunk, all or none, which count once `sync` has returned. Raises OSError."""
+        lines = [receipt.model_dump_json().encode() + b"\n" for receipt in receipts]
+        keys = [bytes.fromhex(receipt.state_key) for receipt in receipts]
+        self._write(receipts[0].chunk or "loose", lines, keys)
 
     def sync(self) -> None:
         """Returns once every line written so far is on disk and indexed. Raises OSError when any of them may be lost."""
@@ -203,21 +205,23 @@ class ReceiptLog:
                     position += len(line)
 
     def _append(self, prefix: str, record: str) -> None:
-        self._wait_for(self._write(prefix, record))
+        self._wait_for(self._write(prefix, [record.encode() + b"\n"], [None]))
 
-    def _write(self, prefix: str, record: str, key: bytes | None = None) -> int:
-        """Writes a line, or lines; returns its number, to wait for. `key`: of the state whose receipt it is."""
-        line = record.encode() + b"\n"
+    def _write(self, prefix: str, lines: Sequence[bytes], keys: Sequence[bytes | None]) -> int:
+        """Writes all lines or none; returns a number to wait for. `keys`: of the state whose receipt each is, None for others."""
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
-            start = _write_whole(descriptor, line)
+            start = _write_whole(descriptor, b"".join(lines))
+            unsynced = self._unsynced.setdefault(descriptor, [])
+            for line, key in zip(lines, keys, strict=True):
+                unsynced.append(_Written(path, start, len(line), key))
+                start += len(line)
             self._written += 1
-            self._unsynced.setdefault(descriptor, []).append(_Written(path, start, len(line), key))
             return self._written
 
     def _wait_for(self, number: int) -> None:
-        """Returns once a line is on disk. Threads that wait for the disk together share one fsync a file.
+        """Returns once what was written is on disk. Threads that wait for the disk together share one fsync a file.
 
         Raises OSError for every line that a failed write or fsync may have lost.
         """

@@ -42,7 +42,7 @@ from drafter_data.store.group_commit import GroupCommit
 from drafter_data.store.leases import Lease, Leases
 from drafter_data.store.locks import StateLocks
 from drafter_data.store.receipts import ReceiptLine, ReceiptLog
-from drafter_data.verification import check_columns_distinct, check_shape, check_token_ids
+from drafter_data.verification import check_shape, check_token_ids
 
 RECORD_FILE = "store.json"
 PROVENANCE_FILE = "provenance.jsonl"
@@ -82,6 +82,8 @@ class Store:
 
     def __init__(self, root: Path, identity: StoreIdentity) -> None:
         self.root = root
+        self._states = root / "states"
+        self._folders = set[str]()
         self.identity = identity
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._receipts = ReceiptLog(root / "receipts", writer)
@@ -150,7 +152,7 @@ class Store:
         """Where a state's file lies. Raises ValueError for anything but a key."""
         if len(bytes.fromhex(state_key)) != 20:
             raise ValueError(f"{state_key!r} is not a state key")
-        return self.root / "states" / state_key[:2] / f"{state_key}.safetensors"
+        return self._states / f"{state_key[:2]}/{state_key}.safetensors"
 
     def commit(
         self,
@@ -195,7 +197,6 @@ class Store:
                 dump.states_slh, dump.dtype, len(token_ids_s), (len(identity.layers), identity.hidden_size), identity.dtype, label
             )
             check_token_ids(dump.token_ids_s, token_ids_s, label)
-            check_columns_distinct(dump.states_slh, label)
             final, group = self.path_of(state_key), self._committing()
             held.enter_context(group.room)
             held.enter_context(self._locks.hold(state_key))  # first: whoever has it may be another process, and stopped
@@ -205,8 +206,9 @@ class Store:
                 existing = self.find(state_key)
                 if existing is not None:
                     return _known(existing)
-                if not final.parent.is_dir():
+                if state_key[:2] not in self._folders:
                     final.parent.mkdir(exist_ok=True)
+                    self._folders.add(state_key[:2])
                 state = held.enter_context(written_state(final, dump, token_ids_s, label, direct=group.local))
                 receipt = Receipt(
                     state_key=state_key,
@@ -331,6 +333,7 @@ class Store:
         """Settles what is written, closes files and stops renewing leases."""
         if self._group is not None:
             self._group.close()
+        self._locks.close()
         self._receipts.close()
         self._leases.close()
 

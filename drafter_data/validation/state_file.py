@@ -20,7 +20,7 @@ from drafter_data.errors import DumpRejected
 from drafter_data.safetensors_file import MalformedFile, TensorFile
 from drafter_data.validation.reference import Reference
 from drafter_data.validation.signature import Signature, signature_of
-from drafter_data.verification import check_columns_distinct, check_shape, hash_and_check
+from drafter_data.verification import check_shape, hash_and_check
 
 EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
 UNREADABLE = "unreadable"
@@ -127,4 +127,3 @@ def _check_content(
     found = state_key_of_bytes(ids_s.astype("<u4").tobytes())
     if found != receipt.state_key:
         raise DumpRejected(f"{label}: its token ids are those of {found[:12]}: another prompt's states", reason="token-ids")
-    check_columns_distinct(states_slh, label)

@@ -20,17 +20,18 @@ def receipt(number: int) -> Receipt:
 
 
 def append(log: ReceiptLog, one: Receipt) -> None:
-    log.write(one)
+    log.write([one])
     log.sync()
 
 
-def test_receipt_short_write_leaves_whole_lines_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taken", [30, 300])
+def test_receipt_short_write_leaves_whole_lines_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     log = ReceiptLog(tmp_path, "w")
     append(log, receipt(1))
     real_write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:30]))
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, data[:taken]))
     with pytest.raises(OSError, match="No space left"):
-        append(log, receipt(2))
+        log.write([receipt(2), receipt(4), receipt(5)])  # some 200 bytes each
     monkeypatch.undo()
     append(log, receipt(3))
     fresh = ReceiptLog(tmp_path, "x")

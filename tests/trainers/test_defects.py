@@ -92,7 +92,7 @@ def forge_receipt(store: Store, state_key: str) -> None:
     receipt, path = store.find(state_key), store.path_of(state_key)
     assert receipt is not None
     store._receipts.write(
-        receipt.model_copy(update={"bytes": path.stat().st_size, "xxh3": xxh3_of(path), "committed_at": path.stat().st_mtime + 1})
+        [receipt.model_copy(update={"bytes": path.stat().st_size, "xxh3": xxh3_of(path), "committed_at": path.stat().st_mtime + 1})]
     )
     store._receipts.sync()
 
