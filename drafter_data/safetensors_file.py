@@ -10,10 +10,9 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,8 +36,7 @@ class MalformedFile(DrafterDataError):
     reason = "safetensors-malformed"
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where a tensor lies: byte offsets from the start of the data part."""
 
     dtype: str
@@ -111,7 +109,7 @@ def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[s
         header: dict[str, Any] = from_json(header_json)
         metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
         tensors = {
-            key: TensorEntry(str(value["dtype"]), tuple(int(n) for n in value["shape"]), *(int(n) for n in value["data_offsets"]))
+            key: TensorEntry(str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
             for key, value in header.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

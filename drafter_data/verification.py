@@ -91,9 +91,10 @@ def _first_bad_row(block_rh: NDArray[Any], dtype: str) -> tuple[int, str, str] |
         full_r = ((block_rh & word(exponent)) == word(exponent)).any(axis=1)
         return int(full_r.argmax()), "a NaN or infinite value", "not-finite"
     # A row of zeros begins with zeros: only such rows are looked at in full. The shift drops the sign of -0.
-    suspects = np.flatnonzero(~(block_rh[:, :_HEAD] << word(1)).any(axis=1))
-    if not len(suspects):
+    begun_r = (block_rh[:, :_HEAD] << word(1)).any(axis=1)
+    if begun_r.all():
         return None
+    suspects = np.flatnonzero(~begun_r)
     zero = suspects[~(block_rh[suspects] << word(1)).any(axis=1)]
     return (int(zero[0]), "all zeros", "zero-rows") if len(zero) else None
 

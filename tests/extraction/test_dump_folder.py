@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from data_contracts.dump import name_of
 from data_contracts.identity import StoreIdentity
 from drafter_data.claiming.folder import DumpFolder
 from drafter_data.claiming.labelled import LabelledClaims
+from drafter_data.engines.base import PrefillReply, PrefillRequest
 from drafter_data.errors import LeaseHeld, PreflightRefused
+from drafter_data.store.store import Store
+from tests.store import making
 
 IDENTITY = StoreIdentity(weights_digest="w", num_layers=8, hidden_size=4, layers=(2, 8), dtype="F32")
 
@@ -62,6 +66,19 @@ def test_sweep_takes_dead_runs_and_leaves_living_and_foreign_files(tmp_path: Pat
     assert all(path.exists() for path in kept)
     assert not (dumps / ".dd-run-cccccccc.lock").exists()
     assert (dumps / ".dd-run-aaaaaaaa.lock").exists()
+
+
+def test_dump_that_has_moved_into_the_store_has_no_entry_left(tmp_path: Path) -> None:
+    ids, folder = making.ids_of(20, 1), folder_of(tmp_path / "dumps")
+    claims = LabelledClaims(folder, making.identity_of(), "aaaaaaaa")
+    request = PrefillRequest(claims.request_id(1), making.key_of(ids), ids)
+    path = making.labelled_dump(tmp_path / "dumps", ids, request.request_id)
+    dump = claims.claim(request, PrefillReply(request.request_id, len(ids), 0, 0.0, 0.0), time.monotonic() + 1)
+    assert list(dump.entries) == [path.name]
+    store = Store.open(tmp_path / "store", making.identity_of())
+    store.commit(dump, request.state_key, ids)
+    assert list(dump.entries) == []
+    assert not path.exists()
 
 
 def test_lock_second_owner_is_refused_with_the_holder_named(tmp_path: Path) -> None:

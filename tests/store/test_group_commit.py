@@ -27,7 +27,7 @@ from drafter_data.store.locks import StateLocks
 from drafter_data.store.receipts import ReceiptLog
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
-from tests.store.making import commit, dump_of, identity_of, ids_of, key_of, states_of
+from tests.store.making import commit, dump_of, identity_of, ids_of, key_of, states_of, whole_file_dump
 
 MEMBERS = [ids_of(20, seed) for seed in range(4)]
 
@@ -238,6 +238,30 @@ def test_no_more_than_the_bound_wait_for_the_disk(store: Store, monkeypatch: pyt
     assert [outcome.result(30).state_key for outcome in outcomes] == [key_of(ids) for ids in MEMBERS[:3]]
     store.close()
     assert len(store) == 4
+
+
+def test_small_states_that_move_in_are_written_one_at_a_time_and_copies_two(tmp_path: Path, store: Store) -> None:
+    group = store._committing()
+
+    def write(wrote: threading.Event) -> None:
+        with group.writing(1):
+            wrote.set()
+
+    def another_may_write() -> bool:
+        wrote = threading.Event()
+        with group.writing(1):
+            other = threading.Thread(target=write, args=(wrote,))
+            other.start()
+            at_once = wrote.wait(0.1)
+        other.join(30)
+        return at_once
+
+    moved, copied = ids_of(20, 0), ids_of(20, 1)
+    store.commit(whole_file_dump(tmp_path, moved), key_of(moved), moved)
+    assert not another_may_write()
+    commit(store, copied)
+    assert another_may_write()
+    store.close()
 
 
 def test_group_that_breaks_off_takes_only_what_it_had_not_settled_with_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
