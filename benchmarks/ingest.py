@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def _compare(dump_folder: Path, work: Path, size_mb: float, count: int, repeats:
     copying, ingesting, cpu = list[float](), list[float](), list[float]()
     rows = max(1, round(size_mb * 1e6 / ROW_BYTES))
     for repeat in range(repeats):
-        dumps = make_dumps(dump_folder, count, rows, seed=repeat)
+        dumps = make_dumps(dump_folder, [rows] * count, seed=repeat)
         # Nothing is removed before both sides are done: the other one would pay for that, in the journal and, on ext4, in its
         # search for inodes that were not freed lately.
         os.sync()
@@ -106,14 +107,18 @@ def _compare(dump_folder: Path, work: Path, size_mb: float, count: int, repeats:
     ]  # fmt: skip
 
 
-def make_dumps(folder: Path, count: int, rows: int, seed: int) -> list[Dump]:
-    """Labelled dumps of random bf16 numbers on the folder's own file system, in the page cache as an engine leaves them."""
+def make_dumps(folder: Path, lengths: Sequence[int], seed: int) -> list[Dump]:
+    """Labelled dumps of random bf16 numbers on the folder's own file system, in the page cache as an engine leaves them. `lengths`:
+    their tokens.
+    """
     folder.mkdir(mode=0o700)
     draw = np.random.default_rng(seed)
     # One block of random rows, written at shifted offsets: dumps differ, and making them takes no longer than writing.
-    block = (draw.standard_normal((rows + count, ROW_BYTES // 2), dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    block = (draw.standard_normal((max(lengths) + len(lengths), ROW_BYTES // 2), dtype=np.float32).view(np.uint32) >> 16).astype(
+        np.uint16
+    )
     dumps: list[Dump] = []
-    for number in range(count):
+    for number, rows in enumerate(lengths):
         ids = draw.integers(16, 1 << 17, rows)
         rid = f"{RID_PREFIX}{RUN}-{number}"
         metadata = {

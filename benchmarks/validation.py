@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.ingest import IDENTITY, ROW_BYTES, ingest, make_dumps
 from benchmarks.reporting import Cell, Result, median, publish
-from benchmarks.world import RAM_DISK, work_folder
+from benchmarks.world import RAM_DISK, field_lengths, work_folder
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
 
@@ -26,32 +26,35 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--sizes-mb", type=float, nargs="*", default=[1, 20, 75])
     parser.add_argument("--total-mb", type=float, default=600)
+    parser.add_argument("--field-samples", type=int, default=24, help="of a store with lengths like the field's; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     rows: list[list[Cell]] = []
     warm, cold = list[str](), list[str]()
     with work_folder(options.work) as work, work_folder(RAM_DISK) as ram:
-        for size in options.sizes_mb:
-            count = max(1, round(options.total_mb / size))
-            root = work / f"store-{size}"
-            ingest(
-                ram / f"dumps-{size}", make_dumps(ram / f"dumps-{size}", count, max(1, round(size * 1e6 / ROW_BYTES)), seed=0), root
-            )
+        stores = {f"{size:g} MB": [_tokens(size)] * max(1, round(options.total_mb / size)) for size in options.sizes_mb}
+        if options.field_samples:
+            stores["the field's lengths"] = field_lengths(options.field_samples)
+        for name, lengths in stores.items():
+            root, dumps = work / f"store-{len(rows)}", ram / f"dumps-{len(rows)}"
+            ingest(dumps, make_dumps(dumps, lengths, seed=0), root)
             files = sorted(root.glob("states/*/*.safetensors"))
             total = sum(file.stat().st_size for file in files)
             warm_wall, warm_cpu = _validate(root, options.repeats)
             cold_wall, cat_wall = _cold(root, files, options.repeats)
-            rows.append([size, len(files), warm_wall, warm_cpu, total / warm_cpu / 1e9, cat_wall, cold_wall, cat_wall / cold_wall])
-            warm.append(f"{total / warm_cpu / 1e9:.2f} GB/s at {size:g} MB")
-            cold.append(f"{cat_wall / cold_wall:.2f} at {size:g} MB")
+            rate = total / warm_cpu / 1e9
+            rows.append([name, len(files), total / 1e6, warm_wall, warm_cpu, rate, cat_wall, cold_wall, cat_wall / cold_wall])
+            warm.append(f"{rate:.2f} GB/s at {name}")
+            cold.append(f"{cat_wall / cold_wall:.2f} at {name}")
     publish(
         Result(
             name="validation",
             title=f"Validation of a store ({WORKERS} workers)",
             command="python -m benchmarks.validation",
             columns=(
-                "MB a state",
+                "a state",
                 "states",
+                "MB in all",
                 "warm wall s",
                 "warm CPU s",
                 "warm GB/s a core",
@@ -69,6 +72,11 @@ def main() -> None:
             ],
         )
     )
+
+
+def _tokens(size_mb: float) -> int:
+    """Of a state of that size."""
+    return max(1, round(size_mb * 1e6 / ROW_BYTES))
 
 
 def _validate(root: Path, repeats: int) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 from numpy.typing import ArrayLike, NDArray
-from pydantic_core import from_json, to_json
 
 from drafter_data.errors import DrafterDataError
 
@@ -106,13 +106,13 @@ def _read_header(buffer: mmap.mmap, name: str, max_header_bytes: int) -> tuple[i
 def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Tensors and metadata of a header whose tensors must fill `data_bytes` without a gap. Raises MalformedFile."""
     try:
-        header: dict[str, Any] = from_json(header_json)
+        header: dict[str, Any] = orjson.loads(header_json)
         metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
         tensors = {
             key: TensorEntry(str(value["dtype"]), tuple(map(int, value["shape"])), *map(int, value["data_offsets"]))
             for key, value in header.items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise MalformedFile(f"{name}: header is not a safetensors header ({type(error).__name__})") from error
     position = 0
     for key, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
@@ -148,7 +148,7 @@ def state_header(shape_slh: tuple[int, int, int], dtype: str, header_bytes: int 
             "data_offsets": [ids_bytes, ids_bytes + states_bytes],
         },
     }
-    text = to_json(header)
+    text = orjson.dumps(header)
     total = header_bytes if header_bytes is not None else 8 + len(text) + (-len(text)) % 8
     if total < 8 + len(text):
         raise ValueError(f"a header of {8 + len(text)} bytes does not fit into {total}")

@@ -174,10 +174,12 @@ class LabelledClaims:
                 piece.file.close()
 
         try:
+            for piece in pieces:
+                self._check_label(request, piece)
             states = [piece.file.rows("hidden_states") for piece in pieces]
             ids = [piece.file.array("token_ids") for piece in pieces]
             for piece, states_slh, ids_s in zip(pieces, states, ids, strict=True):
-                self._check_label(request, piece, states_slh, ids_s)
+                _check_rows(request, piece, states_slh, ids_s)
         except MalformedFile as error:
             close()
             raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
@@ -188,7 +190,7 @@ class LabelledClaims:
 
         def leave() -> None:
             self._folder.remove(first.name)
-            entries.remove(first.name)
+            entries.clear()
 
         whole = len(pieces) == 1 and first.file.tensors["token_ids"].start == 0
         return ClaimedDump(
@@ -204,7 +206,7 @@ class LabelledClaims:
             leave=leave,
         )
 
-    def _check_label(self, request: PrefillRequest, piece: _Piece, states_slh: RowsOnDisk, ids_s: NDArray[Any]) -> None:
+    def _check_label(self, request: PrefillRequest, piece: _Piece) -> None:
         file, identity = piece.file, self._identity
         expected = {
             "rid": request.request_id,
@@ -218,17 +220,6 @@ class LabelledClaims:
                 raise DumpRejected(
                     f"dump {piece.name}: label {key}: expected {value!r}, found {file.metadata.get(key)!r}", reason="label-differs"
                 )
-        if ids_s.dtype != np.int64 or ids_s.ndim != 1:
-            raise DumpRejected(f"dump {piece.name}: token_ids are {ids_s.dtype} {ids_s.shape}", reason="label-differs")
-        if len(ids_s) != piece.end - piece.start:
-            raise DumpRejected(
-                f"dump {piece.name}: {len(ids_s)} rows, its name says {piece.start}..{piece.end}", reason="row-count"
-            )
-        if not np.array_equal(ids_s, request.token_ids_s[piece.start : piece.end]):
-            raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
-        shape = states_slh.shape
-        if len(shape) != 3 or shape[0] != len(ids_s):
-            raise DumpRejected(f"dump {piece.name}: expected {len(ids_s)} rows, found shape {shape}", reason="row-count")
 
     def abandon(self, request: PrefillRequest) -> None:
         """Removes what a failed request left."""
@@ -269,6 +260,18 @@ class LabelledClaims:
             with suppress(DumpRejected):
                 self._folder.remove(name)
         self._folder.remove(_run_lock(self._run))
+
+
+def _check_rows(request: PrefillRequest, piece: _Piece, states_slh: RowsOnDisk, ids_s: NDArray[Any]) -> None:
+    if ids_s.dtype != np.int64 or ids_s.ndim != 1:
+        raise DumpRejected(f"dump {piece.name}: token_ids are {ids_s.dtype} {ids_s.shape}", reason="label-differs")
+    if len(ids_s) != piece.end - piece.start:
+        raise DumpRejected(f"dump {piece.name}: {len(ids_s)} rows, its name says {piece.start}..{piece.end}", reason="row-count")
+    if not np.array_equal(ids_s, request.token_ids_s[piece.start : piece.end]):
+        raise DumpRejected(f"dump {piece.name}: token ids differ from those sent", reason="token-ids")
+    shape = states_slh.shape
+    if len(shape) != 3 or shape[0] != len(ids_s):
+        raise DumpRejected(f"dump {piece.name}: expected {len(ids_s)} rows, found shape {shape}", reason="row-count")
 
 
 def run_of(request_id: str) -> str | None:

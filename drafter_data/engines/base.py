@@ -78,8 +78,8 @@ class ClaimedDump:
     `token_ids_s` are the ids that the dump itself carries (None where it carries none). `whole_file` is set when the dump is one
     file in the state form that a store on the same file system may take as it is: (writable file descriptor, name, header bytes).
     `entries` are the names in the dump folder that `release` removes. `leave` takes a whole file's name out of the dump folder,
-    once the store has given it one of its own and before its label is overwritten: a file of which nobody can tell whose it is
-    must not stay behind a kill.
+    and out of `entries`, once the store has given it one of its own and before its label is overwritten: a file of which nobody
+    can tell whose it is must not stay behind a kill.
     """
 
     request_id: str

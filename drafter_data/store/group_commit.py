@@ -32,8 +32,8 @@ LONGEST_SYNC_SECONDS, PATIENCE_SECONDS = 1.0, 60.0
 MOST_UNSETTLED = 64
 """States that are written or wait for the disk at once; each holds a few descriptors."""
 SMALL_COPIES_AT_ONCE = 2
-"""Small states take the interpreter's time, which threads would only hand to and fro: those that move in are written one at a time.
-Copies wait for the disk besides."""
+"""Small states take the interpreter's time, which threads would only hand to and fro: they are written one at a time, until one had
+to be copied: copies wait for the disk besides."""
 ENOUGH, LONGEST_WAIT_SECONDS = 32, 0.02
 """A group waits for others that are being written, until there are so many, or so long."""
 IDLE_SECONDS = 1.0
@@ -132,7 +132,7 @@ class GroupCommit:
                 thread = threading.Thread(target=self._settle_all, name="commit", daemon=True)
                 thread.start()  # where there can be no more threads this raises, and nothing is taken over
                 self._thread = thread
-            if not (state.moved or self._copies):
+            if not (state.moved or self._copies) and state.bytes < SMALL_BYTES:
                 self._copies = True
                 self._small.add(SMALL_COPIES_AT_ONCE - 1)
             mine = _Commit(state, receipt, held.pop_all())

@@ -22,14 +22,10 @@ _LOCK_AND_WAIT = getattr(fcntl, "F_OFD_SETLKW", None)
 
 
 class StateLocks:
-    """The locks of one store. Regular files open for writing: on NFS others would be this host's alone.
-
-    What was opened for a whole key stays open for the next one, until `close`.
-    """
+    """The locks of one store. Regular files open for writing: on NFS others would be this host's alone."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._idle: dict[str, list[int]] = {first: [] for first in HEX}
 
     @contextmanager
     def hold(self, beginning: str) -> Generator[None]:
@@ -42,25 +38,16 @@ class StateLocks:
         with ExitStack() as held:
             try:
                 for first in digits[0] if known else HEX:  # in one order everywhere: nobody waits for one who waits for him
-                    idle = self._idle[first] if known and len(digits) == DIGITS else None
-                    descriptor = self._open(first, idle or [])
-                    held.callback(_let_go, descriptor, idle)
-                    _set(descriptor, fcntl.F_WRLCK, *_bytes_of(digits[1:] if known else ""))
+                    descriptor = self._open(f"states-{first}")
+                    held.callback(_let_go, descriptor)
+                    _lock(descriptor, *_bytes_of(digits[1:] if known else ""))
             except OSError as error:
                 if error.errno != errno.EROFS:
                     raise
             yield
 
-    def close(self) -> None:
-        """Closes what nobody holds."""
-        for idle in self._idle.values():
-            while idle:
-                os.close(idle.pop())
-
-    def _open(self, first: str, idle: list[int]) -> int:
-        with suppress(IndexError):  # none is left, or another thread has taken the last one
-            return idle.pop()
-        path, flags = self._folder / f"states-{first}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    def _open(self, name: str) -> int:
+        path, flags = self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:
@@ -74,28 +61,26 @@ def _bytes_of(digits: str) -> tuple[int, int]:
     return int(digits or "0", 16) * free, free
 
 
-def _set(descriptor: int, kind: int, first: int = 0, count: int = 0) -> None:
-    """Waits for bytes, or unlocks them; those of the whole file where the system has no such locks."""
+def _lock(descriptor: int, first: int, count: int) -> None:
+    """Waits for bytes; for the whole file where the system has no such locks."""
     if _LOCK_AND_WAIT is not None:
         try:
-            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, _record(kind, first, count))
+            fcntl.fcntl(descriptor, _LOCK_AND_WAIT, _record(fcntl.F_WRLCK, first, count))
             return
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    fcntl.flock(descriptor, fcntl.LOCK_UN if kind == fcntl.F_UNLCK else fcntl.LOCK_EX)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _let_go(descriptor: int, idle: list[int] | None) -> None:
-    """Unlocks everything, and keeps the descriptor or closes it. A close lets go as well, but not on every FUSE file system."""
+def _let_go(descriptor: int) -> None:
+    """Unlocks everything and closes. Closing alone lets go as well, but not on every FUSE file system."""
     try:
-        _set(descriptor, fcntl.F_UNLCK)
-    except OSError:
-        idle = None
-    if idle is None:
+        if _LOCK_AND_WAIT is not None:
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, _LOCK_AND_WAIT, _record(fcntl.F_UNLCK, 0, 0))
+    finally:
         os.close(descriptor)
-    else:
-        idle.append(descriptor)
 
 
 def _record(kind: int, first: int, count: int) -> bytes:

@@ -44,7 +44,7 @@ class ReceiptLine:
 
 @dataclass(frozen=True)
 class _Written:
-    """A line, or lines, that this writer has appended, where, and the key of its receipt; None for others."""
+    """Lines that this writer has appended, and where: one receipt, whose key is given, or others, without a key."""
 
     path: Path
     start: int
@@ -158,7 +158,7 @@ class ReceiptLog:
                     position += len(line)
 
     def write(self, receipts: Sequence[Receipt]) -> None:
-        """Appends receipts of one chunk, all or none, which count once `sync` has returned. Raises OSError."""
+        """Appends receipts of one chunk, which count once `sync` has returned. Raises OSError; the first of them may stand then."""
         lines = [receipt.model_dump_json().encode() + b"\n" for receipt in receipts]
         keys = [bytes.fromhex(receipt.state_key) for receipt in receipts]
         self._write(receipts[0].chunk or "loose", lines, keys)
@@ -208,7 +208,7 @@ class ReceiptLog:
         self._wait_for(self._write(prefix, [record.encode() + b"\n"], [None]))
 
     def _write(self, prefix: str, lines: Sequence[bytes], keys: Sequence[bytes | None]) -> int:
-        """Writes all lines or none; returns a number to wait for. `keys`: of the state whose receipt each is, None for others."""
+        """Writes lines; returns a number to wait for. `keys`: of the state whose receipt each is, None for others."""
         with self._lock:
             path = self._folder / f"{prefix}.{self._writer}.jsonl"
             descriptor = self._handle(path)
@@ -291,15 +291,17 @@ def _key_of(line: bytes) -> bytes | None:
         return None
 
 
-def _write_whole(descriptor: int, line: bytes) -> int:
-    """Appends a line whole or not at all: a full disk may take only its beginning. Returns where it begins. Raises OSError."""
+def _write_whole(descriptor: int, lines: bytes) -> int:
+    """Appends whole lines. A full disk may take only their beginning: those that it took whole stay, since another process may have
+    read them already. Returns where the first one begins. Raises OSError, also when only some of them stay.
+    """
     end = os.fstat(descriptor).st_size
     try:
-        written = os.write(descriptor, line)
+        written = os.write(descriptor, lines)
     except OSError:
         os.ftruncate(descriptor, end)
         raise
-    if written != len(line):
-        os.ftruncate(descriptor, end)
+    if written != len(lines):
+        os.ftruncate(descriptor, end + lines.rfind(b"\n", 0, written) + 1)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return end

@@ -83,7 +83,6 @@ class Store:
     def __init__(self, root: Path, identity: StoreIdentity) -> None:
         self.root = root
         self._states = root / "states"
-        self._folders = set[str]()
         self.identity = identity
         writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._receipts = ReceiptLog(root / "receipts", writer)
@@ -206,9 +205,8 @@ class Store:
                 existing = self.find(state_key)
                 if existing is not None:
                     return _known(existing)
-                if state_key[:2] not in self._folders:
+                if not final.parent.is_dir():
                     final.parent.mkdir(exist_ok=True)
-                    self._folders.add(state_key[:2])
                 state = held.enter_context(written_state(final, dump, token_ids_s, label, direct=group.local))
                 receipt = Receipt(
                     state_key=state_key,
@@ -333,7 +331,6 @@ class Store:
         """Settles what is written, closes files and stops renewing leases."""
         if self._group is not None:
             self._group.close()
-        self._locks.close()
         self._receipts.close()
         self._leases.close()
 

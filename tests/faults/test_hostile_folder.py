@@ -53,6 +53,12 @@ def tensors(rows: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def infinite_tensors() -> bytes:
+    """A header in which a number is beyond every float."""
+    text = tensors(1)[8:].replace(b"[1]", b"[1e999]")
+    return len(text).to_bytes(8, "little") + text
+
+
 ENTRIES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "link": (lambda path, outside: path.symlink_to(outside / "secret"), "hostile-entry"),
     "dangling link": (lambda path, outside: path.symlink_to(outside / "nothing"), "hostile-entry"),
@@ -65,6 +71,10 @@ ENTRIES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "header of 2^60 bytes": (lambda path, outside: path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}"), "dump-malformed"),
     "header of nothing but brackets": (
         lambda path, outside: path.write_bytes((50_000).to_bytes(8, "little") + b"[" * 50_000),
+        "dump-malformed",
+    ),
+    "header of an infinite size": (
+        lambda path, outside: path.write_bytes(infinite_tensors()),
         "dump-malformed",
     ),
     "empty file": (lambda path, outside: path.write_bytes(b""), "dump-malformed"),

@@ -247,20 +247,20 @@ def test_small_states_that_move_in_are_written_one_at_a_time_and_copies_two(tmp_
         with group.writing(1):
             wrote.set()
 
-    def another_may_write() -> bool:
+    def another_may_write(seconds: float) -> bool:
         wrote = threading.Event()
         with group.writing(1):
             other = threading.Thread(target=write, args=(wrote,))
             other.start()
-            at_once = wrote.wait(0.1)
+            at_once = wrote.wait(seconds)
         other.join(30)
         return at_once
 
     moved, copied = ids_of(20, 0), ids_of(20, 1)
     store.commit(whole_file_dump(tmp_path, moved), key_of(moved), moved)
-    assert not another_may_write()
+    assert not another_may_write(0.1)
     commit(store, copied)
-    assert another_may_write()
+    assert another_may_write(30)
     store.close()
 
 
