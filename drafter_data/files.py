@@ -147,7 +147,7 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
 
 def read_through(path: Path, size: int, room: memoryview) -> None:
     """Brings a file of `size` bytes that is to be read soon into the page cache, unless both ends and the middle are there. Linux
-    gives what is read in order larger pages than what `read_ahead` asks for, and those are mapped sooner (benchmarks/NOTES.md).
+    gives what is read in order larger pages than what `read_ahead` asks for, which take less to use (benchmarks/NOTES.md).
     What is wrong with the file, another size say, is for its reader to tell. `room` is overwritten.
     """
     with suppress(OSError):

@@ -66,6 +66,11 @@ class ForeignFile:
             return rows[:]
         return np.frombuffer(bytearray(self._head[start:end]), rows.dtype).reshape(rows.shape)
 
+    def head(self, name: str) -> bytes:
+        """All bytes before a tensor: the header and the tensors that lie there."""
+        size = self.header_bytes + self.tensors[name].start
+        return self._head[:size] if size <= len(self._head) else os.pread(self.descriptor, size, 0)
+
     def read_into(self, out: NDArray[Any], offset: int) -> None:
         """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""
         view, position = out.data.cast("B"), self.header_bytes + offset

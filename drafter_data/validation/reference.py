@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_data.foreign_file import RowsOnDisk
 from drafter_data.safetensors_file import as_float32
 from drafter_data.validation.signature import PROJECTED, Doubles, Floats, Signature, shape_of, signature_of
 
@@ -165,13 +166,15 @@ class Reference:
         """Whether there is nothing to look into."""
         return self.shapes.fits(signature.shape_ll, len(signature.rows_r)) and self.tokens.judge(signature, ids_s) is None
 
-    def judge(self, signature: Signature, states_slh: NDArray[Any], dtype: str, ids_s: NDArray[np.int64]) -> Verdict | None:
+    def judge(
+        self, signature: Signature, states_slh: NDArray[Any] | RowsOnDisk, dtype: str, ids_s: NDArray[np.int64]
+    ) -> Verdict | None:
         """What is wrong with the content of a sample with this signature, or None."""
         if not self.shapes.fits(signature.shape_ll, len(signature.rows_r)):
             return self._explain(states_slh, dtype, signature)
         return self.tokens.judge(signature, ids_s)
 
-    def _explain(self, states_slh: NDArray[Any], dtype: str, signature: Signature) -> Verdict | None:
+    def _explain(self, states_slh: NDArray[Any] | RowsOnDisk, dtype: str, signature: Signature) -> Verdict | None:
         rows, shape_ll = len(signature.rows_r), signature.shape_ll
         distance = self.shapes.distance(shape_ll, rows)
         expected = f"layers {', '.join(map(str, self.layers))} as elsewhere in the store"
@@ -195,7 +198,7 @@ class Reference:
         """Whether a sample that is `distance` off fits well under a hypothesis."""
         return self.shapes.distance(shape_ll, rows, features) <= min(self.shapes.limit, distance / BETTER)
 
-    def _one_layer(self, states_slh: NDArray[Any], dtype: str, signature: Signature, place: int) -> Verdict:
+    def _one_layer(self, states_slh: NDArray[Any] | RowsOnDisk, dtype: str, signature: Signature, place: int) -> Verdict:
         """All layers but one are as they should be: that one is scaled, has passed the norm, or is another layer."""
         layer, final = self.layers[place], place == len(self.layers) - 1
         off_l = (signature.shape_ll - _matrix(self.shapes.centre_f, len(self.layers))).diagonal()
@@ -216,7 +219,7 @@ class Reference:
         return Verdict("layers-unlike", f"states of layer {layer}", f"states of another layer, {found}")
 
 
-def _other_layouts(states_slh: NDArray[Any]) -> list[tuple[str, NDArray[Any]]]:
+def _other_layouts(states_slh: NDArray[Any] | RowsOnDisk) -> list[tuple[str, NDArray[Any]]]:
     tokens, layers, hidden = states_slh.shape
     flat = np.ascontiguousarray(states_slh)
     return [

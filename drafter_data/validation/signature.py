@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_data.foreign_file import RowsOnDisk
 from drafter_data.safetensors_file import float32_into
 
 Floats = NDArray[np.float32]
@@ -47,7 +48,7 @@ class Signature:
     tokens_rp: Floats
 
 
-def signature_of(states_slh: NDArray[Any], dtype: str) -> Signature:
+def signature_of(states_slh: NDArray[Any] | RowsOnDisk, dtype: str) -> Signature:
     """Measures evenly spaced rows of a sample, a few at a time, so that they are decoded and multiplied in the cache."""
     rows_r = rows_of(states_slh.shape)
     layers, hidden = states_slh.shape[1:]

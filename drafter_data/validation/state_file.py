@@ -5,6 +5,7 @@ Tensor legend: S tokens, L stored layers, H hidden size.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from data_contracts.identity import StoreIdentity, state_key_of_bytes
 from data_contracts.receipt import Receipt
 from data_contracts.validation import Finding
 from drafter_data.errors import DumpRejected
-from drafter_data.safetensors_file import MalformedFile, TensorFile
+from drafter_data.foreign_file import ForeignFile, RowsOnDisk
+from drafter_data.safetensors_file import MAX_HEADER_BYTES, MalformedFile
 from drafter_data.validation.reference import Reference
 from drafter_data.validation.signature import Signature, signature_of
 from drafter_data.verification import check_shape, hash_and_check
@@ -25,6 +27,7 @@ from drafter_data.verification import check_shape, hash_and_check
 EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
 UNREADABLE = "unreadable"
 """The disk, or the number of open files, and not the state: it may be read the next time."""
+READ_WHOLE_BYTES = 4 << 20
 TENSORS = {"token_ids", "hidden_states"}
 
 
@@ -68,45 +71,55 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
     if wrong_size is not None:
         return CheckedState(receipt, wrong_size)
     try:
-        file = TensorFile.open(path)
+        with _opened(path) as file:
+            if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
+                return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
+            states_slh, ids_s = _states_of(file), file.array("token_ids")
+            dtype = file.tensors["hidden_states"].dtype
+            _check_content(states_slh, ids_s, dtype, receipt, identity)
+            digest = xxhash.xxh3_128(file.head("hidden_states"))
+            hash_and_check(states_slh, dtype, digest, f"sample {receipt.state_key[:12]}")
+            if digest.hexdigest() != receipt.xxh3:
+                return finding("checksum", f"xxh3 {receipt.xxh3}", f"xxh3 {digest.hexdigest()}")
+            signature = signature_of(states_slh, dtype)
+            verdict = reference.judge(signature, states_slh, dtype, ids_s) if reference is not None else None
     except MalformedFile as error:
         return finding("header", "a safetensors header of a state file", str(error))
+    except DumpRejected as error:
+        return finding(error.reason, "states as the receipt and the store's identity say", str(error))
     except OSError as error:
-        return finding(UNREADABLE, "a file that opens", str(error))
-    with file:
-        if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
-            return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
-        states_slh, ids_s = file.array("hidden_states"), file.array("token_ids")
-        dtype = file.tensors["hidden_states"].dtype
-        digest = xxhash.xxh3_128()
-        try:
-            _check_content(states_slh, ids_s, dtype, receipt, identity)
-            digest.update(file.head("hidden_states"))
-            hash_and_check(states_slh, dtype, digest, f"sample {receipt.state_key[:12]}")
-        except DumpRejected as error:
-            return finding(error.reason, "states as the receipt and the store's identity say", str(error))
-        if digest.hexdigest() != receipt.xxh3:
-            return finding("checksum", f"xxh3 {receipt.xxh3}", f"xxh3 {digest.hexdigest()}")
-        signature = signature_of(states_slh, dtype)
-        verdict = reference.judge(signature, states_slh, dtype, ids_s) if reference is not None else None
-        if verdict is not None:
-            return finding(verdict.reason, verdict.expected, verdict.found)
-        return CheckedState(receipt, None, (signature, np.array(ids_s)))
+        return finding(UNREADABLE, "a file that can be read", str(error))
+    if verdict is not None:
+        return finding(verdict.reason, verdict.expected, verdict.found)
+    return CheckedState(receipt, None, (signature, ids_s))
 
 
 def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
     """Signature and token ids of a state file, or None where it is not one of this store's (the check names that)."""
     try:
-        with TensorFile.open(path) as file:
-            states_slh, ids_s = file.array("hidden_states"), file.array("token_ids")
+        with _opened(path) as file:
+            states_slh, ids_s = _states_of(file), file.array("token_ids")
             expected = (len(ids_s), len(identity.layers), identity.hidden_size)
             if file.tensors["hidden_states"].dtype != identity.dtype or states_slh.shape != expected or not len(ids_s):
                 return None
             with np.errstate(all="ignore"):  # a damaged state may be anything; it is left out, and named by its own check
                 signature = signature_of(states_slh, identity.dtype)
-            return (signature, np.array(ids_s)) if np.isfinite(signature.shape_ll).all() else None
-    except (MalformedFile, OSError):
+            return (signature, ids_s) if np.isfinite(signature.shape_ll).all() else None
+    except (MalformedFile, DumpRejected, OSError):
         return None
+
+
+def _opened(path: Path) -> ForeignFile:
+    """Read, not mapped: a disk's error is then an OSError and not a SIGBUS, and a map of what the kernel has cached in single pages
+    takes longer than all checks (benchmarks/NOTES.md).
+    """
+    return ForeignFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), MAX_HEADER_BYTES)
+
+
+def _states_of(file: ForeignFile) -> NDArray[Any] | RowsOnDisk:
+    """The states, some at a time, or all at once where they are small."""
+    states_slh = file.rows("hidden_states")
+    return states_slh if states_slh.nbytes > READ_WHOLE_BYTES else states_slh[:]
 
 
 def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: str) -> Finding:
@@ -114,7 +127,7 @@ def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: st
 
 
 def _check_content(
-    states_slh: NDArray[Any], ids_s: NDArray[np.int64], dtype: str, receipt: Receipt, identity: StoreIdentity
+    states_slh: NDArray[Any] | RowsOnDisk, ids_s: NDArray[np.int64], dtype: str, receipt: Receipt, identity: StoreIdentity
 ) -> None:
     label = f"sample {receipt.state_key[:12]}"
     if states_slh.ndim != 3 or ids_s.ndim != 1:

@@ -1,4 +1,5 @@
-"""Checking many state files in threads, each read once, with the disk at work on those that come next.
+"""Checking many state files in threads, each read once. Small ones are brought into the page cache before their turn, many at once;
+large ones are read in order by who checks them, which the kernel reads ahead for by itself, and better (benchmarks/NOTES.md).
 
 What good content looks like is learnt from the store itself: from up to 512 states that are picked by their keys, which are hashes.
 They are checked first, and judged once all of them are known.
@@ -24,7 +25,8 @@ from drafter_data.validation.state_file import CheckedState, check_state_file, r
 BATCH_BYTES = 8 << 20
 """Small states are handed to a thread some at a time: waking a thread costs as much as checking one."""
 SMALL_BYTES = 8 << 20
-"""Below, one thread checks at a time: much of what a state takes is the interpreter's, which two would hand to and fro."""
+"""Below, states are brought before their turn, and one thread checks at a time: much of what each takes is the interpreter's, which
+two would hand to and fro."""
 BATCHES_AHEAD = 8
 READERS, READ_BYTES = 4, 1 << 20
 """Threads that read ahead, and how much at once; slow storage has that many requests to work on."""
@@ -66,7 +68,7 @@ def _in_batches(
     wanted: Callable[[str], bool],
     check: Callable[[Receipt], CheckedState],
 ) -> Iterator[CheckedState]:
-    """Results in the order of the receipts, with a bounded number of batches waiting or being read ahead. What is not wanted is
+    """Results in the order of the receipts, with a bounded number of batches waiting or being brought. What is not wanted is
     neither read nor checked.
     """
 
@@ -75,7 +77,7 @@ def _in_batches(
     def bring(batch: list[Receipt]) -> None:
         room = memoryview(bytearray(READ_BYTES))
         for receipt in batch:
-            if wanted(receipt.state_key):
+            if receipt.bytes < SMALL_BYTES and wanted(receipt.state_key):
                 read_through(store.path_of(receipt.state_key), receipt.bytes, room)
 
     def check_all(batch: list[Receipt], brought: Future[None]) -> list[CheckedState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from drafter_data import files
 from drafter_data.files import read_through
 from drafter_data.store.store import Store
-from drafter_data.validation import states, validate_store
+from drafter_data.validation import state_file, states, validate_store
 from tests.store.making import commit, identity_of, ids_of
 
 ROOM = memoryview(bytearray(1 << 18))
@@ -49,6 +50,25 @@ def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
     monkeypatch.setattr(states, "BATCH_BYTES", 1)
     report = validate_store(store, None, workers=2)
     assert (report.states, report.errors, most[0]) == (6, 0, most_at_once)
+
+
+def test_large_files_are_read_by_their_check_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought = list[Path]()
+    monkeypatch.setattr(states, "read_through", lambda path, *_: brought.append(path))
+    monkeypatch.setattr(states, "SMALL_BYTES", 0)
+    assert validate_store(store, None, workers=2).states == 6
+    assert brought == []
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
+def test_sector_that_cannot_be_read_is_a_finding(store: Store, monkeypatch: pytest.MonkeyPatch, whole_bytes: int) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(state_file, "READ_WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(os, "preadv", fail)
+    findings = validate_store(store, None, workers=2).findings
+    assert [(one.reason, "Input/output error" in one.found) for one in findings] == [("unreadable", True)] * 6
 
 
 def test_each_file_is_read_through_before_its_check_and_no_other_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
