@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -21,6 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 from drafter_data.errors import DrafterDataError
 
 MAX_HEADER_BYTES = 64 << 20
+MOST_AXES = 64
+"""Of a NumPy array, whose sizes, but for those that are 0, must besides multiply to what an index can hold."""
 NUMPY_DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I64": np.int64, "I32": np.int32, "I16": np.int16,
     "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "U16": np.uint16, "U32": np.uint32,
@@ -119,7 +122,9 @@ def parse_header(header_json: bytes, data_bytes: int, name: str) -> tuple[dict[s
         width = _WIDTHS.get(entry.dtype, 0)
         if (
             not width
+            or len(entry.shape) > MOST_AXES
             or min(entry.shape, default=0) < 0
+            or width * prod(size for size in entry.shape if size) > sys.maxsize
             or entry.start != position
             or entry.end - entry.start != width * prod(entry.shape)
         ):

@@ -120,7 +120,11 @@ class LabelledClaims:
         """
         if self._proof is None:
             return dump
-        final_h = as_float32(dump.states_slh[-1, -1], dump.dtype)
+        try:
+            final_h = as_float32(dump.states_slh[-1, -1], dump.dtype)
+        except BaseException:
+            dump.close()
+            raise
         if not np.isfinite(final_h).all() or not final_h.any():
             return dump
         error = self._proof.error(final_h, reply.top_logprobs)
@@ -180,6 +184,7 @@ class LabelledClaims:
             ids = [piece.file.array("token_ids") for piece in pieces]
             for piece, states_slh, ids_s in zip(pieces, states, ids, strict=True):
                 _check_rows(request, piece, states_slh, ids_s)
+            joined_slh = states[0] if len(pieces) == 1 else np.concatenate([piece_slh[:] for piece_slh in states])
         except MalformedFile as error:
             close()
             raise DumpRejected(f"dump {error}", reason="dump-malformed") from error
@@ -195,7 +200,7 @@ class LabelledClaims:
         whole = len(pieces) == 1 and first.file.tensors["token_ids"].start == 0
         return ClaimedDump(
             request_id=request.request_id,
-            states_slh=states[0] if len(pieces) == 1 else np.concatenate([piece_slh[:] for piece_slh in states]),
+            states_slh=joined_slh,
             dtype=first.file.tensors["hidden_states"].dtype,  # pyright: ignore[reportArgumentType]  # commit compares it
             token_ids_s=ids[0] if len(pieces) == 1 else np.concatenate(ids),
             proof="label",

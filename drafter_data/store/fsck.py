@@ -17,6 +17,7 @@ from data_contracts.validation import Finding, FsckReport
 from drafter_data.errors import InputError, LeaseHeld
 from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.store.store import Store, is_state_name
+from drafter_data.validation.state_file import UNREADABLE
 from drafter_data.validation.store import check_receipts
 
 WRITING_SECONDS = 60.0
@@ -117,10 +118,11 @@ def _receipt_lines(store: Store, found: _Pass) -> None:
 
 
 def _states(store: Store, found: _Pass, deep: bool, workers: int) -> None:
-    """Receipts whose file is not there, or not what they say."""
+    """Receipts whose file is not there, or not what they say. What only cannot be read now may be right: it stays."""
     for finding in check_receipts(store, deep=deep, workers=workers):
         found.problems.append(finding)
-        found.discard[finding.state_key] = finding.reason
+        if finding.reason != UNREADABLE:
+            found.discard[finding.state_key] = finding.reason
 
 
 def _orphans(store: Store, found: _Pass) -> None:

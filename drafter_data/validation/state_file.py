@@ -25,6 +25,7 @@ from drafter_data.validation.signature import Signature, signature_of
 from drafter_data.verification import check_shape, hash_and_check
 
 EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract again"
+READ_AGAIN = "mend the disk or raise `ulimit -n`, then validate again; what the disk has lost: remove the file, run fsck --repair"
 UNREADABLE = "unreadable"
 """The disk, or the number of open files, and not the state: it may be read the next time."""
 READ_WHOLE_BYTES = 4 << 20
@@ -55,6 +56,8 @@ def check_size(path: Path, receipt: Receipt) -> Finding | None:
         size = path.stat().st_size
     except FileNotFoundError:
         return _finding(receipt, path, "file-missing", f"{receipt.bytes} bytes, as its receipt says", "no file")
+    except OSError as error:
+        return _finding(receipt, path, UNREADABLE, f"a file of {receipt.bytes} bytes", str(error))
     return None if size == receipt.bytes else _finding(receipt, path, "file-size", f"{receipt.bytes} bytes", f"{size} bytes")
 
 
@@ -86,7 +89,8 @@ def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, refe
     except MalformedFile as error:
         return finding("header", "a safetensors header of a state file", str(error))
     except DumpRejected as error:
-        return finding(error.reason, "states as the receipt and the store's identity say", str(error))
+        reason = "file-size" if error.reason == "dump-malformed" else error.reason  # cut while it was read
+        return finding(reason, "states as the receipt and the store's identity say", str(error))
     except OSError as error:
         return finding(UNREADABLE, "a file that can be read", str(error))
     if verdict is not None:
@@ -123,7 +127,8 @@ def _states_of(file: ForeignFile) -> NDArray[Any] | RowsOnDisk:
 
 
 def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: str) -> Finding:
-    return Finding(reason=reason, state_key=receipt.state_key, file=str(path), expected=expected, found=found, remedy=EXTRACT_AGAIN)
+    remedy = READ_AGAIN if reason == UNREADABLE else EXTRACT_AGAIN
+    return Finding(reason=reason, state_key=receipt.state_key, file=str(path), expected=expected, found=found, remedy=remedy)
 
 
 def _check_content(

@@ -56,7 +56,7 @@ def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -
     """Checks every sample of `dataset` (or every state) in threads: one for small states, `workers` for those of 8 MB and more.
 
     What good content looks like is learnt from the states that are checked first (states.py). Memory: one state key a dataset row
-    and one number a layer and state; state files are mapped, `workers` at a time.
+    and one number a layer and state; a block of `workers` state files at a time.
     """
     started = time.monotonic()
     store.refresh()

@@ -53,9 +53,10 @@ def tensors(rows: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def infinite_tensors() -> bytes:
-    """A header in which a number is beyond every float."""
-    text = tensors(1)[8:].replace(b"[1]", b"[1e999]")
+def absurd_tensors(size: str) -> bytes:
+    """A header with a size that no array can have."""
+    text = tensors(1)[8:].replace(b"[1]", f"[{size}]".encode()).replace(b"[0, 8]", b"[0, 0]").replace(b"[8, 40]", b"[0, 0]")
+    text = text.replace(b"[1, 2, 4]", b"[0, 2, 4]")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -73,10 +74,9 @@ ENTRIES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda path, outside: path.write_bytes((50_000).to_bytes(8, "little") + b"[" * 50_000),
         "dump-malformed",
     ),
-    "header of an infinite size": (
-        lambda path, outside: path.write_bytes(infinite_tensors()),
-        "dump-malformed",
-    ),
+    "infinite size": (lambda path, outside: path.write_bytes(absurd_tensors("1e999")), "dump-malformed"),
+    "size beyond an index": (lambda path, outside: path.write_bytes(absurd_tensors(f"0, {1 << 63}")), "dump-malformed"),
+    "too many axes": (lambda path, outside: path.write_bytes(absurd_tensors("0" + ", 1" * 64)), "dump-malformed"),
     "empty file": (lambda path, outside: path.write_bytes(b""), "dump-malformed"),
 }
 

@@ -12,6 +12,7 @@ import pytest
 
 from drafter_data import files
 from drafter_data.files import read_through
+from drafter_data.store.fsck import fsck
 from drafter_data.store.store import Store
 from drafter_data.validation import state_file, states, validate_store
 from tests.store.making import commit, identity_of, ids_of
@@ -69,6 +70,17 @@ def test_sector_that_cannot_be_read_is_a_finding(store: Store, monkeypatch: pyte
     monkeypatch.setattr(os, "preadv", fail)
     findings = validate_store(store, None, workers=2).findings
     assert [(one.reason, "Input/output error" in one.found) for one in findings] == [("unreadable", True)] * 6
+    fsck(store, deep=True, repair=True)
+    monkeypatch.undo()
+    assert len(store) == 6, "what cannot be read now may be right"
+    assert validate_store(store, None).errors == 0
+
+
+def test_folder_that_cannot_be_looked_into_is_a_finding(store: Store) -> None:
+    lost = store.path_of(next(store.keys())).parent
+    lost.rename(store.root / "aside")
+    lost.touch()
+    assert {one.reason for one in validate_store(store, None).findings} == {"unreadable"}
 
 
 def test_each_file_is_read_through_before_its_check_and_no_other_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
