@@ -76,7 +76,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "state-corrupt": _DAMAGED,
         "state-missing": RETRY,
         "state-size": _DAMAGED,
-        "state-unreadable": f"mend the store's disk, run `drafter-data fsck STORE --deep --repair`, {_THEN}",
+        "state-unreadable": f"mend the store's disk; remove what it has lost, run `drafter-data fsck STORE --repair`, {_THEN}",
         "checksum": _DAMAGED,
         "store-busy": f"another run works on this store: wait for it or end it, {_THEN}",
         "lease-held": f"another run works on this chunk: wait for it, {_THEN}",

@@ -83,10 +83,6 @@ class TensorFile:
         flat = np.frombuffer(self._buffer, dtype, count=prod(entry.shape), offset=self.header_bytes + entry.start)
         return flat.reshape(entry.shape)
 
-    def head(self, name: str) -> bytes:
-        """All bytes before a tensor: the header and the tensors that lie there."""
-        return self._buffer[: self.header_bytes + self.tensors[name].start]
-
     def close(self) -> None:
         """Unmaps the file; while a view is alive the map stays until the view goes."""
         with suppress(BufferError):  # a live view holds the map: it is unmapped with it
