@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import platform
 import re
@@ -145,17 +146,22 @@ def read_ahead(path: Path, head_bytes: int = 0, tail_bytes: int = 0) -> None:
             os.close(descriptor)
 
 
+def page_aligned(size: int) -> memoryview:
+    """Memory that begins at a page. What is copied to 1 to 31 bytes behind its own place within a page, as from a file's beginning
+    into what malloc(3) gives, takes some processors two to five times as long (benchmarks/NOTES.md).
+    """
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 def read_through(path: Path, size: int, room: memoryview) -> None:
-    """Brings a file of `size` bytes that is to be read soon into the page cache, unless both ends and the middle are there. Linux
-    gives what is read in order larger pages than what `read_ahead` asks for, which take less to use (benchmarks/NOTES.md).
-    What is wrong with the file, another size say, is for its reader to tell. `room` is overwritten.
+    """Brings a file of `size` bytes that is to be read soon into the page cache, unless it is there. Linux gives what is read in
+    order larger pages than what `read_ahead` asks for, which take less to use (benchmarks/NOTES.md). What is wrong with the file,
+    another size say, is for its reader to tell. `room` is overwritten.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size != size:
-                return
-            if all(_is_cached(descriptor, room[:1], at) for at in (0, size // 2, max(size - 1, 0))):
+            if os.fstat(descriptor).st_size != size or _are_cached(descriptor, size):
                 return
             left = size
             while left > 0 and (count := os.readv(descriptor, [room])):
@@ -164,10 +170,23 @@ def read_through(path: Path, size: int, room: memoryview) -> None:
             os.close(descriptor)
 
 
-def _is_cached(descriptor: int, room: memoryview, at: int) -> bool:
-    """Whether a byte can be read without the disk; no where the system or the file system does not tell."""
+def is_cached(path: Path, size: int) -> bool:
+    """Whether a file of `size` bytes can be read without the disk, as far as both ends and the middle tell; no where the system or
+    the file system does not tell.
+    """
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _are_cached(descriptor, size)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _are_cached(descriptor: int, size: int) -> bool:
+    room = bytearray(1)
     try:
-        return bool(_NOWAIT) and os.preadv(descriptor, [room], at, _NOWAIT) > 0
+        return bool(_NOWAIT) and all(os.preadv(descriptor, [room], at, _NOWAIT) > 0 for at in (0, size // 2, max(size - 1, 0)))
     except OSError:
         return False
 

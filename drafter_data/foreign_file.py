@@ -28,17 +28,23 @@ WHOLE_BYTES = 1 << 20
 class ForeignFile:
     """An open safetensors file of which only the beginning has been read. Owns its descriptor.
 
+    With a `room` as much is read at once as goes into it; rows that lie there are views of it, good until it is used again. It
+    should begin at a page (files.py, `page_aligned`).
+
     Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be.
     """
 
-    def __init__(self, descriptor: int, name: str, max_header_bytes: int, most_bytes: int | None = None) -> None:
+    def __init__(
+        self, descriptor: int, name: str, max_header_bytes: int, most_bytes: int | None = None, room: memoryview | None = None
+    ) -> None:
         self.descriptor = descriptor
         self.name = name
         try:
             size = os.fstat(descriptor).st_size
             if most_bytes is not None and size > most_bytes + max_header_bytes:
                 raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
-            self._head = os.pread(descriptor, HEAD_BYTES, 0)
+            self._room = room[: os.preadv(descriptor, [room], 0)] if room is not None else None
+            self._head = bytes(self._room[:HEAD_BYTES]) if self._room is not None else os.pread(descriptor, HEAD_BYTES, 0)
             length = int.from_bytes(self._head[:8], "little")
             if len(self._head) < 8 or length > min(max_header_bytes, size - 8):
                 raise MalformedFile(f"{name}: header claims {length} bytes in a file of {size}")
@@ -70,6 +76,11 @@ class ForeignFile:
         """All bytes before a tensor: the header and the tensors that lie there."""
         size = self.header_bytes + self.tensors[name].start
         return self._head[:size] if size <= len(self._head) else os.pread(self.descriptor, size, 0)
+
+    def in_room(self, offset: int, size: int) -> memoryview | None:
+        """Bytes of the data part, where they were read with the beginning."""
+        start = self.header_bytes + offset
+        return self._room[start : start + size] if self._room is not None and start + size <= len(self._room) else None
 
     def read_into(self, out: NDArray[Any], offset: int) -> None:
         """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""
@@ -117,9 +128,13 @@ class RowsOnDisk:
 
     def read(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Rows start..stop, into `out` where it is given."""
-        found = np.empty((stop - start, *self.shape[1:]), self.dtype) if out is None else out[: stop - start]
+        shape, offset = (stop - start, *self.shape[1:]), self._start + start * self._row_bytes
+        there = self._file.in_room(offset, shape[0] * self._row_bytes) if out is None else None
+        if there is not None:
+            return np.frombuffer(there, self.dtype).reshape(shape)
+        found = np.empty(shape, self.dtype) if out is None else out[: stop - start]
         if found.nbytes:
-            self._file.read_into(found, self._start + start * self._row_bytes)
+            self._file.read_into(found, offset)
         return found
 
     def __getitem__(self, key: Any) -> NDArray[Any]:

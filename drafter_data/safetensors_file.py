@@ -158,22 +158,11 @@ def state_header(shape_slh: tuple[int, int, int], dtype: str, header_bytes: int 
 
 def decode_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """bfloat16 bit patterns to float32: the upper half of the float's bits."""
-    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+    wide = bits.astype(np.uint32)
+    return np.left_shift(wide, 16, out=wide).view(np.float32)
 
 
 def as_float32(states: ArrayLike, dtype: str) -> NDArray[np.float32]:
     """States in storage form as float32."""
     stored: NDArray[Any] = np.asarray(states)
     return decode_bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
-
-
-def float32_into(states: NDArray[Any], dtype: str, out: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The same into the beginning of an array that is used again and again, and so stays in the cache."""
-    found = out[: len(states)]
-    if dtype == "BF16":
-        bits = found.view(np.uint32)
-        np.copyto(bits, states)
-        np.left_shift(bits, np.uint32(16), out=bits)
-    else:
-        np.copyto(found, states, casting="same_kind")
-    return found

@@ -152,9 +152,9 @@ class ReceiptLog:
             position = 0
             with path.open("rb") as handle:
                 for line in handle:
-                    key = _key_of(line) if line.endswith(b"\n") else None
-                    if key is not None and self._where.get(key) == number << _OFFSET_BITS | position:
-                        yield Receipt.model_validate_json(line)
+                    found = _parsed(line) if line.endswith(b"\n") else None
+                    if found is not None and self._where.get(found[0]) == number << _OFFSET_BITS | position:
+                        yield found[1]
                     position += len(line)
 
     def write(self, receipts: Sequence[Receipt]) -> None:
@@ -284,9 +284,15 @@ def _taken_back(key: str, line: ReceiptLine, reason: str) -> DroppedReceipt:
 
 
 def _key_of(line: bytes) -> bytes | None:
-    """The state key of a receipt line; None for a line that is no receipt (fsck names those)."""
+    found = _parsed(line)
+    return found[0] if found is not None else None
+
+
+def _parsed(line: bytes) -> tuple[bytes, Receipt] | None:
+    """State key and receipt of a line; None for a line that is no receipt (fsck names those)."""
     try:
-        return bytes.fromhex(Receipt.model_validate_json(line).state_key)
+        receipt = Receipt.model_validate_json(line)
+        return bytes.fromhex(receipt.state_key), receipt
     except ValueError:  # ValidationError is one
         return None
 

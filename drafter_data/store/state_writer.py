@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from drafter_data.files import start_writeback
+from drafter_data.files import page_aligned, start_writeback
 
 STATE_MODE = 0o444
 PAGE = 4096
@@ -113,7 +112,7 @@ def _buffer(size: int) -> memoryview:
         while len(spare := _spare.pop()) < size:
             pass
         return spare
-    return memoryview(mmap.mmap(-1, size + 2 * WRITE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return page_aligned(size + 2 * WRITE_BYTES)
 
 
 def _new_file(path: Path, *, direct: bool) -> int:

@@ -65,7 +65,7 @@ class LayerReference:
         rows_n = np.array([len(signature.rows_r) for signature in signatures], dtype=np.float64)
         centre_f = np.median(features_nf, axis=0)
         best: tuple[float, LayerReference] | None = None
-        for half_rows in (np.inf, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0):
+        for half_rows in (np.inf, 4096.0, 1024.0, 256.0, 64.0, 16.0, 4.0) if np.ptp(rows_n) else (np.inf,):
             scaled_nf = (features_nf - centre_f) * np.sqrt(_certainty(rows_n, half_rows))[:, None]
             covariance_ff, distance_n, kept_n = trimmed_covariance(scaled_nf)
             trend = _trend(distance_n[kept_n], rows_n[kept_n])

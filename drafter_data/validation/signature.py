@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_data.foreign_file import RowsOnDisk
-from drafter_data.safetensors_file import float32_into
+from drafter_data.safetensors_file import as_float32
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -28,8 +28,6 @@ FEWEST_ROWS, MOST_ROWS = 24, 2048
 FIRST_ROWS_SKIPPED = 4
 """The first tokens of a prompt may be attention sinks, a hundred times as large (Xiao et al. 2023)."""
 PROJECTED = 32
-BLOCK_VALUES = 1 << 16
-"""Looked at at once: as float32 they fit into a core's cache beside the file's own bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,13 @@ class Signature:
 
 
 def signature_of(states_slh: NDArray[Any] | RowsOnDisk, dtype: str) -> Signature:
-    """Measures evenly spaced rows of a sample, a few at a time, so that they are decoded and multiplied in the cache."""
+    """Measures evenly spaced rows of a sample."""
     rows_r = rows_of(states_slh.shape)
-    layers, hidden = states_slh.shape[1:]
-    gram_rll = np.empty((len(rows_r), layers, layers), dtype=np.float32)
-    first_rh = np.empty((len(rows_r), hidden), dtype=np.float32)
-    step = max(1, BLOCK_VALUES // (layers * hidden))
-    buffer_rlh = np.empty((step, layers, hidden), dtype=np.float32)
-    for start in range(0, len(rows_r), step):
-        block_r = slice(start, start + step)
-        block_rlh = float32_into(states_slh[rows_r[block_r]], dtype, buffer_rlh)
-        gram_rll[block_r], first_rh[block_r] = _gram(block_rlh), block_rlh[:, 0]
-    log_rll = _log_sizes(gram_rll, hidden)
-    rms_l = np.sqrt(np.exp(2 * log_rll.diagonal(axis1=1, axis2=2)).mean(axis=0))
-    return Signature(rows_r, log_rll.mean(axis=0), log_rll.std(axis=0).diagonal(), rms_l, _projected(first_rh))
+    states_rlh = as_float32(states_slh[rows_r], dtype)
+    log_rll = _log_sizes(states_rlh)
+    log_rl = log_rll.diagonal(axis1=1, axis2=2)
+    rms_l = np.sqrt(np.exp(2 * log_rl).mean(axis=0))
+    return Signature(rows_r, _mean(log_rll), log_rl.std(axis=0), rms_l, _projected(states_rlh[:, 0]))
 
 
 @lru_cache(maxsize=1024)
@@ -76,39 +67,53 @@ def rows_of(shape_slh: tuple[int, ...]) -> NDArray[np.int64]:
 
 def shape_of(states_rlh: Floats) -> Doubles:
     """`Signature.shape_ll` of some rows."""
-    return _log_sizes(_gram(states_rlh), states_rlh.shape[2]).mean(axis=0)
+    return _mean(_log_sizes(states_rlh))
 
 
-def _gram(states_rlh: Floats) -> Floats:
-    """Dot products of each two layers [R, L, L]. Not a matrix product, which for a few long rows takes twice as long."""
-    return np.vecdot(states_rlh[:, :, None], states_rlh[:, None])
+def _log_sizes(states_rlh: Floats) -> Doubles:
+    """Log root-mean-square of layers and of their differences, the upper triangle of [R, L, L]: |a - b|^2 = aa + bb - 2 ab.
 
-
-def _log_sizes(gram_rll: Floats, hidden: int) -> Doubles:
-    """Log root-mean-square of layers and of their differences, [R, L, L]: |a - b|^2 = aa + bb - 2 ab."""
-    product_rll = gram_rll.astype(np.float64)
-    size_rl = product_rll.diagonal(axis1=1, axis2=2).copy()
-    square_rll = size_rl[:, :, None] + size_rl[:, None] - 2 * product_rll
-    places = np.arange(gram_rll.shape[1])
+    Dot products, not a matrix product, which for a few long rows takes twice as long.
+    """
+    rows, layers, hidden = states_rlh.shape
+    product_rll = np.zeros((rows, layers, layers), dtype=np.float32)
+    for layer in range(layers):
+        np.vecdot(states_rlh[:, layer:], states_rlh[:, layer : layer + 1], out=product_rll[:, layer, layer:])
+    size_rl = product_rll.diagonal(axis1=1, axis2=2).astype(np.float64)
+    square_rll = size_rl[:, :, None] + size_rl[:, None] - 2 * product_rll.astype(np.float64)
+    places = np.arange(layers)
     square_rll[:, places, places] = size_rl
     return 0.5 * np.log(np.maximum(square_rll / hidden, 1e-30))
 
 
+def _mean(upper_rll: Doubles) -> Doubles:
+    """Over the rows, both triangles."""
+    mean_ll = upper_rll.mean(axis=0)
+    below = _below(len(mean_ll))
+    mean_ll[below] = mean_ll.T[below]
+    return mean_ll
+
+
+@lru_cache(maxsize=8)
+def _below(layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.tril_indices(layers, -1)
+
+
 def _projected(states_rh: Floats) -> Floats:
-    """Random projection as unit vectors: angles survive, sizes do not. Each dimension is added to one of P sums under a random sign
+    """Random projection as unit vectors: angles survive, sizes do not. Each of P parts of a row is summed under random signs
     (Charikar, Chen and Farach-Colton 2002).
 
     Not a matrix product: BLAS would start threads of its own within each of ours, which cost more than all else.
     """
     rows, hidden = states_rh.shape
-    signs_kp = _signs(hidden)
-    padded_rh = np.pad(states_rh, ((0, 0), (0, signs_kp.size - hidden))) if signs_kp.size > hidden else states_rh
-    projected_rp = np.einsum("rkp,kp->rp", padded_rh.reshape(rows, *signs_kp.shape), signs_kp)
+    signs_pk = _signs(hidden)
+    padded_rh = np.pad(states_rh, ((0, 0), (0, signs_pk.size - hidden))) if signs_pk.size > hidden else states_rh
+    projected_rp = np.vecdot(padded_rh.reshape(rows, *signs_pk.shape), signs_pk)
     return projected_rp / (np.linalg.norm(projected_rp, axis=1, keepdims=True) + np.float32(1e-30))
 
 
 @lru_cache(maxsize=8)
 def _signs(hidden: int) -> Floats:
-    """Signs [K, P] of the dimensions, in order, filled up to a multiple of P."""
-    signs_kp = np.random.default_rng(hidden).integers(0, 2, (-(-hidden // PROJECTED), PROJECTED)) * 2 - 1
-    return signs_kp.astype(np.float32)
+    """Signs [P, K] of the dimensions, in order, filled up to a multiple of P."""
+    signs_pk = np.random.default_rng(hidden).integers(0, 2, (PROJECTED, -(-hidden // PROJECTED))) * 2 - 1
+    return signs_pk.astype(np.float32)

@@ -28,7 +28,6 @@ EXTRACT_AGAIN = "run `drafter-data fsck STORE --deep --repair`, then extract aga
 READ_AGAIN = "mend the disk or raise `ulimit -n`, then validate again; what the disk has lost: remove the file, run fsck --repair"
 UNREADABLE = "unreadable"
 """The disk, or the number of open files, and not the state: it may be read the next time."""
-READ_WHOLE_BYTES = 4 << 20
 TENSORS = {"token_ids", "hidden_states"}
 
 
@@ -61,20 +60,31 @@ def check_size(path: Path, receipt: Receipt) -> Finding | None:
     return None if size == receipt.bytes else _finding(receipt, path, "file-size", f"{receipt.bytes} bytes", f"{size} bytes")
 
 
-def check_state_file(path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None = None) -> CheckedState:
+def check_state_file(
+    path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None = None, room: memoryview | None = None
+) -> CheckedState:
     """Checks existence, size, header, dtype, shape, token ids (by the name they hash to), checksum and content of one file.
 
-    With a `reference`, also what no checksum shows: layers and rows that are not what they should be (reference.py).
+    With a `reference`, also what no checksum shows: layers and rows that are not what they should be (reference.py). A file that
+    goes into `room` is read at once.
+    """
+    checked = _check_content_of(path, receipt, identity, reference, room)
+    wrong_size = check_size(path, receipt) if checked.finding is not None else None  # then that is why
+    return checked if wrong_size is None else CheckedState(receipt, wrong_size)
+
+
+def _check_content_of(
+    path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None, room: memoryview | None
+) -> CheckedState:
+    """As `check_state_file`; of a file of another size, or none, it tells what follows from that. One whose header and checksum are
+    those of the receipt has its size: the header names all bytes.
     """
 
     def finding(reason: str, expected: str, found: str) -> CheckedState:
         return CheckedState(receipt, _finding(receipt, path, reason, expected, found))
 
-    wrong_size = check_size(path, receipt)
-    if wrong_size is not None:
-        return CheckedState(receipt, wrong_size)
     try:
-        with _opened(path) as file:
+        with _opened(path, room) as file:
             if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
                 return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
             states_slh, ids_s = _states_of(file), file.array("token_ids")
@@ -113,17 +123,17 @@ def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
         return None
 
 
-def _opened(path: Path) -> ForeignFile:
+def _opened(path: Path, room: memoryview | None = None) -> ForeignFile:
     """Read, not mapped: a disk's error is then an OSError and not a SIGBUS, and a map of what the kernel has cached in single pages
     takes longer than all checks (benchmarks/NOTES.md).
     """
-    return ForeignFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), MAX_HEADER_BYTES)
+    return ForeignFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), MAX_HEADER_BYTES, room=room)
 
 
 def _states_of(file: ForeignFile) -> NDArray[Any] | RowsOnDisk:
-    """The states, some at a time, or all at once where they are small."""
-    states_slh = file.rows("hidden_states")
-    return states_slh if states_slh.nbytes > READ_WHOLE_BYTES else states_slh[:]
+    """The states: read some at a time, or in memory already."""
+    states_slh, entry = file.rows("hidden_states"), file.tensors["hidden_states"]
+    return states_slh if file.in_room(entry.start, states_slh.nbytes) is None else states_slh[:]
 
 
 def _finding(receipt: Receipt, path: Path, reason: str, expected: str, found: str) -> Finding:

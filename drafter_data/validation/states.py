@@ -1,5 +1,6 @@
-"""Checking many state files in threads, each read once. Small ones are brought into the page cache before their turn, many at once;
-large ones are read in order by who checks them, which the kernel reads ahead for by itself, and better (benchmarks/NOTES.md).
+"""Checking many state files. Small ones are checked by whoever asks for the results, since threads would hand the interpreter to
+and fro; those that are not in the page cache are brought there before their turn, many at once. Large ones are checked in threads,
+each of which reads in order: the kernel reads ahead by itself, and better (benchmarks/NOTES.md).
 
 What good content looks like is learnt from the store itself: from up to 512 states that are picked by their keys, which are hashes.
 They are checked first, and judged once all of them are known.
@@ -8,25 +9,23 @@ They are checked first, and judged once all of them are known.
 from __future__ import annotations
 
 import heapq
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 
 from data_contracts.receipt import Receipt
-from drafter_data.files import read_through
+from drafter_data.files import is_cached, page_aligned, read_through
 from drafter_data.store.store import Store
 from drafter_data.validation.reference import SAMPLES, Reference
 from drafter_data.validation.state_file import CheckedState, check_state_file, read_signature
 
-BATCH_BYTES = 8 << 20
-"""Small states are handed to a thread some at a time: waking a thread costs as much as checking one."""
 SMALL_BYTES = 8 << 20
-"""Below, states are brought before their turn, and one thread checks at a time: much of what each takes is the interpreter's, which
-two would hand to and fro."""
+"""Below, states are brought, and read at once."""
+BATCH_BYTES = 8 << 20
+"""Small states are brought some at a time: waking a thread costs as much as checking one."""
 BATCHES_AHEAD = 8
 READERS, READ_BYTES = 4, 1 << 20
 """Threads that read ahead, and how much at once; slow storage has that many requests to work on."""
@@ -37,8 +36,8 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
 
     reference: Reference | None = None
 
-    def check(receipt: Receipt) -> CheckedState:
-        return check_state_file(store.path_of(receipt.state_key), receipt, store.identity, reference)
+    def check(receipt: Receipt, room: memoryview | None = None) -> CheckedState:
+        return check_state_file(store.path_of(receipt.state_key), receipt, store.identity, reference, room)
 
     picked = heapq.nsmallest(SAMPLES, store.keys())
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
@@ -66,38 +65,48 @@ def _in_batches(
     pool: ThreadPoolExecutor,
     receipts: Iterable[Receipt],
     wanted: Callable[[str], bool],
-    check: Callable[[Receipt], CheckedState],
+    check: Callable[[Receipt, memoryview | None], CheckedState],
 ) -> Iterator[CheckedState]:
-    """Results in the order of the receipts, with a bounded number of batches waiting or being brought. What is not wanted is
-    neither read nor checked.
+    """Results in the order of the batches, of which a bounded number wait or are being brought. What is not wanted is neither read
+    nor checked.
     """
 
-    one_at_a_time = threading.Lock()
-
     def bring(batch: list[Receipt]) -> None:
-        room = memoryview(bytearray(READ_BYTES))
+        room = page_aligned(READ_BYTES)
         for receipt in batch:
-            if receipt.bytes < SMALL_BYTES and wanted(receipt.state_key):
+            if wanted(receipt.state_key):
                 read_through(store.path_of(receipt.state_key), receipt.bytes, room)
 
-    def check_all(batch: list[Receipt], brought: Future[None]) -> list[CheckedState]:
-        brought.result()
-        with one_at_a_time if batch[0].bytes < SMALL_BYTES else nullcontext():
-            return [check(receipt) if wanted(receipt.state_key) else CheckedState(receipt, None) for receipt in batch]
+    def check_all(batch: list[Receipt], room: memoryview | None = None, brought: Future[None] | None = None) -> list[CheckedState]:
+        if brought is not None:
+            brought.result()
+        return [check(receipt, room) if wanted(receipt.state_key) else CheckedState(receipt, None) for receipt in batch]
 
-    waiting: deque[Future[list[CheckedState]]] = deque()
+    def are_cached(batch: list[Receipt]) -> bool:
+        return all(is_cached(store.path_of(receipt.state_key), receipt.bytes) for receipt in (batch[0], batch[-1]))
+
+    room = page_aligned(SMALL_BYTES)
+    waiting: deque[Callable[[], list[CheckedState]]] = deque()
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
         for batch in _batches(receipts):
-            waiting.append(pool.submit(check_all, batch, readers.submit(bring, batch)))
+            if _is_small(batch[0]):
+                brought = None if are_cached(batch) else readers.submit(bring, batch)
+                waiting.append(partial(check_all, batch, room, brought))
+            else:
+                waiting.append(pool.submit(check_all, batch).result)
             if len(waiting) >= BATCHES_AHEAD:
-                yield from waiting.popleft().result()
+                yield from waiting.popleft()()
         while waiting:
-            yield from waiting.popleft().result()
+            yield from waiting.popleft()()
 
 
 def _batches(receipts: Iterable[Receipt]) -> Iterator[list[Receipt]]:
+    """A large state, or some small ones."""
     batch, size = list[Receipt](), 0
     for receipt in receipts:
+        if not _is_small(receipt):
+            yield [receipt]
+            continue
         batch.append(receipt)
         size += receipt.bytes
         if size >= BATCH_BYTES:
@@ -105,3 +114,7 @@ def _batches(receipts: Iterable[Receipt]) -> Iterator[list[Receipt]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _is_small(receipt: Receipt) -> bool:
+    return receipt.bytes < SMALL_BYTES

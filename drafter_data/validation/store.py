@@ -7,6 +7,7 @@ receipt (a commit that was killed before its receipt) are counted as orphans: no
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -53,10 +54,10 @@ class _Tally:
 
 
 def validate_store(store: Store, dataset: Dataset | None, *, workers: int = 2) -> ValidationReport:
-    """Checks every sample of `dataset` (or every state) in threads: one for small states, `workers` for those of 8 MB and more.
+    """Checks every sample of `dataset`, or every state: small ones in turn, those of 8 MB and more in `workers` threads.
 
     What good content looks like is learnt from the states that are checked first (states.py). Memory: one state key a dataset row
-    and one number a layer and state; a block of `workers` state files at a time.
+    and one number a layer and state; a small state file and a block of `workers` large ones at a time.
     """
     started = time.monotonic()
     store.refresh()
@@ -132,5 +133,5 @@ def _missing(sample: Sample, where: str, failure: SampleFailure | None) -> Findi
 
 def _count_orphans(store: Store) -> int:
     """State files under a final name that no receipt names."""
-    files = (path for path in store.root.glob("states/*/*") if not path.name.startswith(TEMPORARY_PREFIX))
-    return sum(1 for path in files if not is_state_name(path.name) or path.stem not in store)
+    names = (name for _, _, names in os.walk(store.root / "states") for name in names if not name.startswith(TEMPORARY_PREFIX))
+    return sum(1 for name in names if not is_state_name(name) or name.partition(".")[0] not in store)

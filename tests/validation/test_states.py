@@ -1,4 +1,4 @@
-"""Which states are checked beside each other, and which files are read ahead of their check."""
+"""Which states are checked beside each other, which files are read ahead of their check, and how many times each is."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drafter_data import files
-from drafter_data.files import read_through
+from drafter_data.files import is_cached, page_aligned, read_through
 from drafter_data.store.fsck import fsck
 from drafter_data.store.store import Store
-from drafter_data.validation import state_file, states, validate_store
+from drafter_data.validation import states, validate_store
+from drafter_data.validation.state_file import check_state_file
 from tests.store.making import commit, identity_of, ids_of
 
 ROOM = memoryview(bytearray(1 << 18))
@@ -28,7 +30,7 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-@pytest.mark.parametrize(("small_bytes", "most_at_once"), [(1 << 20, 1), (0, 2)])
+@pytest.mark.parametrize(("small_bytes", "most_at_once"), [(1 << 20, 1), (1, 2)])
 def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
     store: Store, monkeypatch: pytest.MonkeyPatch, small_bytes: int, most_at_once: int
 ) -> None:
@@ -39,7 +41,7 @@ def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
         with lock:
             at_once[0] += 1
             most[0] = max(most[0], at_once[0])
-        if small_bytes == 0:
+        if small_bytes == 1:
             both.wait(10)  # two are under way
         checked = real_check(*given)  # type: ignore[arg-type]
         with lock:
@@ -56,17 +58,18 @@ def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
 def test_large_files_are_read_by_their_check_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     brought = list[Path]()
     monkeypatch.setattr(states, "read_through", lambda path, *_: brought.append(path))
-    monkeypatch.setattr(states, "SMALL_BYTES", 0)
+    monkeypatch.setattr(states, "is_cached", lambda *_: False)
+    monkeypatch.setattr(states, "SMALL_BYTES", 1)
     assert validate_store(store, None, workers=2).states == 6
     assert brought == []
 
 
-@pytest.mark.parametrize("whole_bytes", [0, 1 << 20])
-def test_sector_that_cannot_be_read_is_a_finding(store: Store, monkeypatch: pytest.MonkeyPatch, whole_bytes: int) -> None:
+@pytest.mark.parametrize("small_bytes", [1, 1 << 20])
+def test_sector_that_cannot_be_read_is_a_finding(store: Store, monkeypatch: pytest.MonkeyPatch, small_bytes: int) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(state_file, "READ_WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(states, "SMALL_BYTES", small_bytes)
     monkeypatch.setattr(os, "preadv", fail)
     findings = validate_store(store, None, workers=2).findings
     assert [(one.reason, "Input/output error" in one.found) for one in findings] == [("unreadable", True)] * 6
@@ -96,12 +99,58 @@ def test_each_file_is_read_through_before_its_check_and_no_other_is(store: Store
         steps.append(("check", path.stem))
         return real_check(path, *given)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(states, "is_cached", lambda *_: False)
     monkeypatch.setattr(states, "read_through", read)
     monkeypatch.setattr(states, "check_state_file", check)
     monkeypatch.setattr(states, "BATCH_BYTES", 1)
     list(states.check_states(store, 2, lambda key: key in wanted))
     assert sorted(steps) == sorted((step, key) for step in ("read", "check") for key in wanted)
     assert all(steps.index(("read", key)) < steps.index(("check", key)) for key in wanted)
+
+
+def test_batch_that_is_in_the_page_cache_is_not_read_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought, asked = list[Path](), list[Path]()
+    monkeypatch.setattr(states, "read_through", lambda path, *_: brought.append(path))
+    monkeypatch.setattr(states, "is_cached", lambda path, _: asked.append(path) or True)
+    assert validate_store(store, None).states == 6
+    assert (brought, len(asked)) == ([], 2), "the first and the last file of a batch tell"
+    monkeypatch.setattr(states, "is_cached", lambda path, _: path != asked[1])
+    assert validate_store(store, None).states == 6
+    assert len(brought) == 6
+
+
+def test_small_state_is_read_once_and_a_larger_one_in_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    receipt, reads, real_preadv = next(store.receipts()), list[int](), os.preadv
+
+    def preadv(*given: Any) -> int:
+        reads.append(real_preadv(*given))
+        return reads[-1]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    path = store.path_of(receipt.state_key)
+    for room, fits in ((receipt.bytes, True), (receipt.bytes + 1, True), (receipt.bytes - 1, False), (4096, False)):
+        reads.clear()
+        checked = check_state_file(path, receipt, store.identity, room=page_aligned(room))
+        assert (checked.finding, checked.measured is not None) == (None, True)
+        assert (reads == [receipt.bytes]) == fits
+
+
+def test_state_that_is_cut_while_it_is_read_has_another_size(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    receipt, real_preadv = next(store.receipts()), os.preadv
+    path = store.path_of(receipt.state_key)
+    path.chmod(0o600)
+
+    def cut(*given: Any) -> int:
+        os.truncate(path, receipt.bytes - 100)
+        return real_preadv(*given)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    for room in (None, page_aligned(1 << 20)):
+        with path.open("ab") as file:
+            file.truncate(receipt.bytes)
+        finding = check_state_file(path, receipt, store.identity, room=room).finding
+        assert finding is not None
+        assert (finding.reason, finding.found) == ("file-size", f"{receipt.bytes - 100} bytes")
 
 
 @pytest.mark.parametrize(("missing", "expected"), [("", 0), ("first", 1_000_000), ("middle", 1_000_000), ("last", 1_000_000)])
@@ -125,6 +174,7 @@ def test_file_is_read_unless_its_ends_and_its_middle_are_in_memory(
     monkeypatch.setattr(files, "_NOWAIT", 8)
     read_through(path, 1_000_000, ROOM)
     assert sum(read) == expected
+    assert is_cached(path, 1_000_000) == (not missing)
     monkeypatch.setattr(files, "_NOWAIT", 0)  # a system that does not tell
     read_through(path, 1_000_000, ROOM)
     assert sum(read) == expected + 1_000_000
@@ -133,6 +183,7 @@ def test_file_is_read_unless_its_ends_and_its_middle_are_in_memory(
 
 
 def test_what_cannot_be_read_ahead_is_left_to_the_check(tmp_path: Path) -> None:
+    assert not is_cached(tmp_path / "missing", 0)
     read_through(tmp_path / "missing", 0, ROOM)
     read_through(tmp_path, tmp_path.stat().st_size, ROOM)
     (tmp_path / "empty").touch()
