@@ -25,9 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".run/bench"), help="a folder on the store's disk")
     parser.add_argument("--sizes-mb", type=float, nargs="*", default=[1, 20, 75])
-    parser.add_argument("--total-mb", type=float, default=600)
+    parser.add_argument("--total-mb", type=float, default=2000, help="of a store; of 512 states it is learnt what good ones are")
     parser.add_argument("--field-samples", type=int, default=24, help="of a store with lengths like the field's; 0: none")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     rows: list[list[Cell]] = []
     warm, cold = list[str](), list[str]()

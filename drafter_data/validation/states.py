@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -27,6 +28,10 @@ SMALL_BYTES = 8 << 20
 BATCH_BYTES = 8 << 20
 """Small states are brought some at a time: waking a thread costs as much as checking one."""
 BATCHES_AHEAD = 8
+FIRST_BYTES = 1 << 20
+"""Of a large state, read at once. Linux then begins to read ahead with much and in small pages, as for `cat`; what begins with a
+header alone soon lies in pages of 2 MB, which on a virtual machine may be memory that the host took back (benchmarks/NOTES.md).
+"""
 READERS, READ_BYTES = 4, 1 << 20
 """Threads that read ahead, and how much at once; slow storage has that many requests to work on."""
 
@@ -42,7 +47,7 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
     picked = heapq.nsmallest(SAMPLES, store.keys())
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
         receipts = (receipt for key in picked if (receipt := store.find(key)) is not None)
-        first = list(_in_batches(store, pool, receipts, wanted, check))
+        first = list(_in_batches(store, pool, workers, receipts, wanted, check))
         reference = _learn(store, first)
         for one in first:
             if wanted(one.receipt.state_key):
@@ -51,7 +56,7 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
         first.clear()
         known = set(picked)
         rest = (one for one in store.receipts() if one.state_key not in known and wanted(one.state_key))
-        yield from _in_batches(store, pool, rest, wanted, check)
+        yield from _in_batches(store, pool, workers, rest, wanted, check)
 
 
 def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
@@ -63,6 +68,7 @@ def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
 def _in_batches(
     store: Store,
     pool: ThreadPoolExecutor,
+    workers: int,
     receipts: Iterable[Receipt],
     wanted: Callable[[str], bool],
     check: Callable[[Receipt, memoryview | None], CheckedState],
@@ -77,15 +83,24 @@ def _in_batches(
             if wanted(receipt.state_key):
                 read_through(store.path_of(receipt.state_key), receipt.bytes, room)
 
-    def check_all(batch: list[Receipt], room: memoryview | None = None, brought: Future[None] | None = None) -> list[CheckedState]:
+    def check_all(batch: list[Receipt], room: memoryview, brought: Future[None] | None = None) -> list[CheckedState]:
         if brought is not None:
             brought.result()
         return [check(receipt, room) if wanted(receipt.state_key) else CheckedState(receipt, None) for receipt in batch]
 
+    def check_large(batch: list[Receipt]) -> list[CheckedState]:
+        room = rooms.get()
+        try:
+            return check_all(batch, room)
+        finally:
+            rooms.put(room)
+
     def are_cached(batch: list[Receipt]) -> bool:
         return all(is_cached(store.path_of(receipt.state_key), receipt.bytes) for receipt in (batch[0], batch[-1]))
 
-    room = page_aligned(SMALL_BYTES)
+    room, rooms = page_aligned(SMALL_BYTES), SimpleQueue[memoryview]()
+    for _ in range(workers):
+        rooms.put(page_aligned(FIRST_BYTES))
     waiting: deque[Callable[[], list[CheckedState]]] = deque()
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
         for batch in _batches(receipts):
@@ -93,7 +108,7 @@ def _in_batches(
                 brought = None if are_cached(batch) else readers.submit(bring, batch)
                 waiting.append(partial(check_all, batch, room, brought))
             else:
-                waiting.append(pool.submit(check_all, batch).result)
+                waiting.append(pool.submit(check_large, batch).result)
             if len(waiting) >= BATCHES_AHEAD:
                 yield from waiting.popleft()()
         while waiting:

@@ -55,13 +55,20 @@ def test_small_states_are_checked_one_at_a_time_and_large_ones_by_all_workers(
     assert (report.states, report.errors, most[0]) == (6, 0, most_at_once)
 
 
-def test_large_files_are_read_by_their_check_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    brought = list[Path]()
+def test_large_files_are_read_by_their_check_alone_and_much_of_them_at_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought, rooms, real_preadv = list[Path](), list[int](), os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if at == 0:
+            rooms.append(len(buffers[0]))
+        return real_preadv(descriptor, buffers, at)
+
     monkeypatch.setattr(states, "read_through", lambda path, *_: brought.append(path))
     monkeypatch.setattr(states, "is_cached", lambda *_: False)
     monkeypatch.setattr(states, "SMALL_BYTES", 1)
+    monkeypatch.setattr(os, "preadv", preadv)
     assert validate_store(store, None, workers=2).states == 6
-    assert brought == []
+    assert (brought, rooms) == ([], [states.FIRST_BYTES] * 6)
 
 
 @pytest.mark.parametrize("small_bytes", [1, 1 << 20])
