@@ -28,8 +28,8 @@ WHOLE_BYTES = 1 << 20
 class ForeignFile:
     """An open safetensors file of which only the beginning has been read. Owns its descriptor.
 
-    With a `room` as much is read at once as goes into it; rows that lie there are views of it, good until it is used again. It
-    should begin at a page (files.py, `page_aligned`).
+    With a `room` as much is read at once as goes into it; rows and heads that lie there are views of it, good until it is used
+    again. It should begin at a page (files.py, `page_aligned`).
 
     Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be.
     """
@@ -43,13 +43,12 @@ class ForeignFile:
             size = os.fstat(descriptor).st_size
             if most_bytes is not None and size > most_bytes + max_header_bytes:
                 raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
-            self._room = room[: os.preadv(descriptor, [room], 0)] if room is not None else None
-            self._head = bytes(self._room[:HEAD_BYTES]) if self._room is not None else os.pread(descriptor, HEAD_BYTES, 0)
+            self._head = os.pread(descriptor, HEAD_BYTES, 0) if room is None else room[: os.preadv(descriptor, [room], 0)]
             length = int.from_bytes(self._head[:8], "little")
             if len(self._head) < 8 or length > min(max_header_bytes, size - 8):
                 raise MalformedFile(f"{name}: header claims {length} bytes in a file of {size}")
             self.header_bytes = 8 + length
-            header = self._head[8 : 8 + length]
+            header = bytes(self._head[8 : 8 + length])
             if len(header) < length:
                 header = os.pread(descriptor, length, 8)
             self.tensors, self.metadata = parse_header(header, size - self.header_bytes, name)
@@ -65,22 +64,24 @@ class ForeignFile:
         return RowsOnDisk(self, entry)
 
     def array(self, name: str) -> NDArray[Any]:
-        """A tensor, read whole, in storage form (bfloat16 as uint16). A small one at the beginning was read with the header."""
+        """A tensor, read whole, in storage form (bfloat16 as uint16), with memory of its own."""
         rows, entry = self.rows(name), self.tensors[name]
         start, end = self.header_bytes + entry.start, self.header_bytes + entry.end
         if end > len(self._head):
             return rows[:]
         return np.frombuffer(bytearray(self._head[start:end]), rows.dtype).reshape(rows.shape)
 
-    def head(self, name: str) -> bytes:
+    def head(self, name: str) -> bytes | memoryview:
         """All bytes before a tensor: the header and the tensors that lie there."""
         size = self.header_bytes + self.tensors[name].start
         return self._head[:size] if size <= len(self._head) else os.pread(self.descriptor, size, 0)
 
     def in_room(self, offset: int, size: int) -> memoryview | None:
-        """Bytes of the data part, where they were read with the beginning."""
+        """Bytes of the data part, where they lie in the room."""
         start = self.header_bytes + offset
-        return self._room[start : start + size] if self._room is not None and start + size <= len(self._room) else None
+        if not isinstance(self._head, memoryview) or start + size > len(self._head):
+            return None
+        return self._head[start : start + size]
 
     def read_into(self, out: NDArray[Any], offset: int) -> None:
         """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""

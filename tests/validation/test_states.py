@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drafter_data import files
@@ -140,6 +141,15 @@ def test_small_state_is_read_once_and_a_larger_one_in_pieces(store: Store, monke
         checked = check_state_file(path, receipt, store.identity, room=page_aligned(room))
         assert (checked.finding, checked.measured is not None) == (None, True)
         assert (reads == [receipt.bytes]) == fits
+
+
+def test_what_is_measured_outlives_the_room_that_the_file_was_read_into(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", identity_of())
+    prompts = [ids_of(3000, seed) for seed in range(3)]  # longer than what is read of a file without a room
+    for ids_s in prompts:
+        commit(store, ids_s)
+    found = [one.measured for one in states.check_states(store, 1)]
+    assert {ids_s.tobytes() for _, ids_s in filter(None, found)} == {ids_s.astype(np.int64).tobytes() for ids_s in prompts}
 
 
 def test_state_that_is_cut_while_it_is_read_has_another_size(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
