@@ -68,12 +68,12 @@ def check_state_file(
     With a `reference`, also what no checksum shows: layers and rows that are not what they should be (reference.py). A file that
     goes into `room` is read at once.
     """
-    checked = _check_content_of(path, receipt, identity, reference, room)
+    checked = _checked(path, receipt, identity, reference, room)
     wrong_size = check_size(path, receipt) if checked.finding is not None else None  # then that is why
     return checked if wrong_size is None else CheckedState(receipt, wrong_size)
 
 
-def _check_content_of(
+def _checked(
     path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None, room: memoryview | None
 ) -> CheckedState:
     """As `check_state_file`; of a file of another size, or none, it tells what follows from that. One whose header and checksum are
@@ -125,9 +125,10 @@ def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
 
 def _opened(path: Path, room: memoryview | None = None) -> ForeignFile:
     """Read, not mapped: a disk's error is then an OSError and not a SIGBUS, and a map of what the kernel has cached in single pages
-    takes longer than all checks (benchmarks/NOTES.md).
+    takes longer than all checks (benchmarks/NOTES.md). A pipe in a state's place is not waited for.
     """
-    return ForeignFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), str(path), MAX_HEADER_BYTES, room=room)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return ForeignFile(descriptor, str(path), MAX_HEADER_BYTES, room=room)
 
 
 def _states_of(file: ForeignFile) -> NDArray[Any] | RowsOnDisk:

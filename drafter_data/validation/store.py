@@ -7,7 +7,6 @@ receipt (a commit that was killed before its receipt) are counted as orphans: no
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -133,5 +132,5 @@ def _missing(sample: Sample, where: str, failure: SampleFailure | None) -> Findi
 
 def _count_orphans(store: Store) -> int:
     """State files under a final name that no receipt names."""
-    names = (name for _, _, names in os.walk(store.root / "states") for name in names if not name.startswith(TEMPORARY_PREFIX))
-    return sum(1 for name in names if not is_state_name(name) or name.partition(".")[0] not in store)
+    files = (path for path in store.root.glob("states/*/*") if not path.name.startswith(TEMPORARY_PREFIX))
+    return sum(1 for path in files if not is_state_name(path.name) or path.stem not in store)

@@ -87,6 +87,20 @@ def test_sector_that_cannot_be_read_is_a_finding(store: Store, monkeypatch: pyte
     assert validate_store(store, None).errors == 0
 
 
+@pytest.mark.parametrize("small_bytes", [1, 1 << 20])
+def test_pipe_or_folder_in_the_place_of_a_state_is_a_finding(
+    store: Store, monkeypatch: pytest.MonkeyPatch, small_bytes: int
+) -> None:
+    monkeypatch.setattr(states, "SMALL_BYTES", small_bytes)
+    pipe, folder = (store.path_of(key) for key in list(store.keys())[:2])
+    for path in (pipe, folder):
+        path.unlink()
+    os.mkfifo(pipe)
+    folder.mkdir()
+    found = {one.file: one.reason for one in validate_store(store, None).findings}
+    assert found == {str(pipe): "file-size", str(folder): "file-size"}
+
+
 def test_folder_that_cannot_be_looked_into_is_a_finding(store: Store) -> None:
     lost = store.path_of(next(store.keys())).parent
     lost.rename(store.root / "aside")
