@@ -28,14 +28,22 @@ WHOLE_BYTES = 1 << 20
 class ForeignFile:
     """An open safetensors file of which only the beginning has been read. Owns its descriptor.
 
-    With a `room` as much is read at once as goes into it; rows and heads that lie there are views of it, good until it is used
-    again. It should begin at a page (files.py, `page_aligned`).
+    With a `room` as much is read at once as goes into it; rows and heads that lie there are views of it, not to be written to and
+    good until it is used again. It should begin at a page (files.py, `page_aligned`).
 
-    Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be.
+    Raises MalformedFile (the descriptor is then closed), also for a file larger than `most_bytes` of tensors and a header can be,
+    or of another size than `exact_bytes`; such a file is not read.
     """
 
     def __init__(
-        self, descriptor: int, name: str, max_header_bytes: int, most_bytes: int | None = None, room: memoryview | None = None
+        self,
+        descriptor: int,
+        name: str,
+        max_header_bytes: int,
+        most_bytes: int | None = None,
+        *,
+        exact_bytes: int | None = None,
+        room: memoryview | None = None,
     ) -> None:
         self.descriptor = descriptor
         self.name = name
@@ -43,6 +51,8 @@ class ForeignFile:
             size = os.fstat(descriptor).st_size
             if most_bytes is not None and size > most_bytes + max_header_bytes:
                 raise MalformedFile(f"{name}: {size} bytes, expected at most {most_bytes} and a header")
+            if exact_bytes is not None and size != exact_bytes:
+                raise MalformedFile(f"{name}: {size} bytes, expected {exact_bytes}")
             self._head = os.pread(descriptor, HEAD_BYTES, 0) if room is None else room[: os.preadv(descriptor, [room], 0)]
             length = int.from_bytes(self._head[:8], "little")
             if len(self._head) < 8 or length > min(max_header_bytes, size - 8):
@@ -77,11 +87,11 @@ class ForeignFile:
         return self._head[:size] if size <= len(self._head) else os.pread(self.descriptor, size, 0)
 
     def in_room(self, offset: int, size: int) -> memoryview | None:
-        """Bytes of the data part, where they lie in the room."""
+        """Bytes of the data part, where they lie in the room; read-only."""
         start = self.header_bytes + offset
         if not isinstance(self._head, memoryview) or start + size > len(self._head):
             return None
-        return self._head[start : start + size]
+        return self._head[start : start + size].toreadonly()
 
     def read_into(self, out: NDArray[Any], offset: int) -> None:
         """Fills `out` from a byte offset of the data part. Raises DumpRejected (`dump-malformed`) where the file ends before."""
@@ -128,7 +138,7 @@ class RowsOnDisk:
         return self.shape[0]
 
     def read(self, start: int, stop: int, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Rows start..stop, into `out` where it is given."""
+        """Rows start..stop, into `out` where it is given; else a view of the file's room, where they lie in it, or new memory."""
         shape, offset = (stop - start, *self.shape[1:]), self._start + start * self._row_bytes
         there = self._file.in_room(offset, shape[0] * self._row_bytes) if out is None else None
         if there is not None:

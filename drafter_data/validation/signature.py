@@ -101,7 +101,7 @@ def _below(layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _projected(states_rh: Floats) -> Floats:
     """Random projection as unit vectors: angles survive, sizes do not. Each of P parts of a row is summed under random signs
-    (Charikar, Chen and Farach-Colton 2002).
+    (Charikar, Chen and Farach-Colton 2002). Of a hidden size that is no multiple of P the last parts may be empty.
 
     Not a matrix product: BLAS would start threads of its own within each of ours, which cost more than all else.
     """

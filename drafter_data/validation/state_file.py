@@ -69,22 +69,20 @@ def check_state_file(
     goes into `room` is read at once.
     """
     checked = _checked(path, receipt, identity, reference, room)
-    wrong_size = check_size(path, receipt) if checked.finding is not None else None  # then that is why
+    wrong_size = check_size(path, receipt) if checked.finding is not None else None  # then that is why: it was not read
     return checked if wrong_size is None else CheckedState(receipt, wrong_size)
 
 
 def _checked(
     path: Path, receipt: Receipt, identity: StoreIdentity, reference: Reference | None, room: memoryview | None
 ) -> CheckedState:
-    """As `check_state_file`; of a file of another size, or none, it tells what follows from that. One whose header and checksum are
-    those of the receipt has its size: the header names all bytes.
-    """
+    """As `check_state_file`, but that a missing file or one of another size is not told from others that cannot be read."""
 
     def finding(reason: str, expected: str, found: str) -> CheckedState:
         return CheckedState(receipt, _finding(receipt, path, reason, expected, found))
 
     try:
-        with _opened(path, room) as file:
+        with _opened(path, receipt, room) as file:
             if set(file.tensors) != TENSORS or file.tensors["token_ids"].start != 0 or file.tensors["token_ids"].dtype != "I64":
                 return finding("header", "token_ids (I64), then hidden_states", ", ".join(sorted(file.tensors)))
             states_slh, ids_s = _states_of(file), file.array("token_ids")
@@ -108,10 +106,10 @@ def _checked(
     return CheckedState(receipt, None, (signature, ids_s))
 
 
-def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
+def read_signature(path: Path, receipt: Receipt, identity: StoreIdentity, room: memoryview | None = None) -> Measured | None:
     """Signature and token ids of a state file, or None where it is not one of this store's (the check names that)."""
     try:
-        with _opened(path) as file:
+        with _opened(path, receipt, room) as file:
             states_slh, ids_s = _states_of(file), file.array("token_ids")
             expected = (len(ids_s), len(identity.layers), identity.hidden_size)
             if file.tensors["hidden_states"].dtype != identity.dtype or states_slh.shape != expected or not len(ids_s):
@@ -123,12 +121,12 @@ def read_signature(path: Path, identity: StoreIdentity) -> Measured | None:
         return None
 
 
-def _opened(path: Path, room: memoryview | None = None) -> ForeignFile:
+def _opened(path: Path, receipt: Receipt, room: memoryview | None) -> ForeignFile:
     """Read, not mapped: a disk's error is then an OSError and not a SIGBUS, and a map of what the kernel has cached in single pages
     takes longer than all checks (benchmarks/NOTES.md). A pipe in a state's place is not waited for.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    return ForeignFile(descriptor, str(path), MAX_HEADER_BYTES, room=room)
+    return ForeignFile(descriptor, str(path), MAX_HEADER_BYTES, exact_bytes=receipt.bytes, room=room)
 
 
 def _states_of(file: ForeignFile) -> NDArray[Any] | RowsOnDisk:

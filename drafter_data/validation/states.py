@@ -21,10 +21,10 @@ from data_contracts.receipt import Receipt
 from drafter_data.files import is_cached, page_aligned, read_through
 from drafter_data.store.store import Store
 from drafter_data.validation.reference import SAMPLES, Reference
-from drafter_data.validation.state_file import CheckedState, check_state_file, read_signature
+from drafter_data.validation.state_file import CheckedState, Measured, check_state_file, read_signature
 
 SMALL_BYTES = 8 << 20
-"""Below, states are brought, and read at once."""
+"""Below, states are brought where they are not cached, and read at once."""
 BATCH_BYTES = 8 << 20
 """Small states are brought some at a time: waking a thread costs as much as checking one."""
 BATCHES_AHEAD = 8
@@ -61,7 +61,12 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
 
 def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
     """None where the store holds too few states to tell. Also those count here that something else is wrong with."""
-    found = (one.measured or read_signature(store.path_of(one.receipt.state_key), store.identity) for one in first)
+    room = page_aligned(SMALL_BYTES)
+
+    def read(receipt: Receipt) -> Measured | None:
+        return read_signature(store.path_of(receipt.state_key), receipt, store.identity, room if _is_small(receipt) else None)
+
+    found = (one.measured or read(one.receipt) for one in first)
     return Reference.learn(store.identity.layers, [one for one in found if one is not None and np.isfinite(one[0].shape_ll).all()])
 
 
@@ -96,7 +101,8 @@ def _in_batches(
             rooms.put(room)
 
     def are_cached(batch: list[Receipt]) -> bool:
-        return all(is_cached(store.path_of(receipt.state_key), receipt.bytes) for receipt in (batch[0], batch[-1]))
+        read = [receipt for receipt in batch if wanted(receipt.state_key)]
+        return all(is_cached(store.path_of(receipt.state_key), receipt.bytes) for receipt in read[:1] + read[-1:])
 
     room, rooms = page_aligned(SMALL_BYTES), SimpleQueue[memoryview]()
     for _ in range(workers):

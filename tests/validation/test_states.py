@@ -141,6 +141,25 @@ def test_batch_that_is_in_the_page_cache_is_not_read_ahead(store: Store, monkeyp
     assert len(brought) == 6
 
 
+@pytest.mark.parametrize("small_bytes", [1, 1 << 20])
+def test_file_of_another_size_than_its_receipt_says_is_not_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch, small_bytes: int
+) -> None:
+    receipt, other = list(store.receipts())[:2]
+    log = next((store.root / "receipts").glob("*.jsonl"))
+    log.write_text(log.read_text().replace(f'"bytes":{receipt.bytes},', f'"bytes":{receipt.bytes + 1},', 1))
+    sparse = store.path_of(other.state_key)
+    sparse.chmod(0o600)
+    header = b'{"token_ids":{"dtype":"I64","shape":[137438953472],"data_offsets":[0,1099511627776]}}'
+    sparse.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(sparse, 8 + len(header) + (1 << 40))
+    monkeypatch.setattr(states, "SMALL_BYTES", small_bytes)
+    reopened = Store.open(store.root)
+    findings = validate_store(reopened, None).findings
+    assert [(one.reason, one.found) for one in findings if one.file != str(sparse)] == [("file-size", f"{receipt.bytes} bytes")]
+    assert [one.reason for one in findings if one.file == str(sparse)] == ["file-size"]
+
+
 def test_small_state_is_read_once_and_a_larger_one_in_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     receipt, reads, real_preadv = next(store.receipts()), list[int](), os.preadv
 

@@ -16,6 +16,7 @@ from data_contracts.receipt import Receipt
 from data_contracts.validation import QUANTILES
 from drafter_data.costs import CostModel
 from drafter_data.dataset import Dataset
+from drafter_data.files import TEMPORARY_PREFIX
 from drafter_data.planning import make_plan
 from drafter_data.store.store import Store
 from drafter_data.validation import validate_store
@@ -84,6 +85,7 @@ def test_validation_missing_states_and_orphans_are_told_apart(tmp_path: Path) ->
     receipts_file = next((store.root / "receipts").glob("*.jsonl"))
     lines = receipts_file.read_bytes().splitlines(keepends=True)
     receipts_file.write_bytes(b"".join(lines[:-1]))
+    (store.path_of(victim.state_key).parent / f"{TEMPORARY_PREFIX}of-a-killed-commit").touch()  # swept by its own kind
     report = validate_store(Store.open(store.root), dataset)
     assert (report.errors, report.missing, report.orphans) == (2, 1, 1)
     assert sorted(finding.reason for finding in report.findings) == ["file-missing", "state-missing"]
