@@ -100,20 +100,20 @@ def _below(layers: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _projected(states_rh: Floats) -> Floats:
-    """Random projection as unit vectors: angles survive, sizes do not. Each of P parts of a row is summed under random signs
-    (Charikar, Chen and Farach-Colton 2002). Of a hidden size that is no multiple of P the last parts may be empty.
+    """Random projection as unit vectors: angles survive, sizes do not. Each dimension is added to one of P sums under a random sign
+    (Charikar, Chen and Farach-Colton 2002).
 
     Not a matrix product: BLAS would start threads of its own within each of ours, which cost more than all else.
     """
     rows, hidden = states_rh.shape
-    signs_pk = _signs(hidden)
-    padded_rh = np.pad(states_rh, ((0, 0), (0, signs_pk.size - hidden))) if signs_pk.size > hidden else states_rh
-    projected_rp = np.vecdot(padded_rh.reshape(rows, *signs_pk.shape), signs_pk)
+    signs_kp = _signs(hidden)
+    padded_rh = np.pad(states_rh, ((0, 0), (0, signs_kp.size - hidden))) if signs_kp.size > hidden else states_rh
+    projected_rp = np.einsum("rkp,kp->rp", padded_rh.reshape(rows, *signs_kp.shape), signs_kp)
     return projected_rp / (np.linalg.norm(projected_rp, axis=1, keepdims=True) + np.float32(1e-30))
 
 
 @lru_cache(maxsize=8)
 def _signs(hidden: int) -> Floats:
-    """Signs [P, K] of the dimensions, in order, filled up to a multiple of P."""
-    signs_pk = np.random.default_rng(hidden).integers(0, 2, (PROJECTED, -(-hidden // PROJECTED))) * 2 - 1
-    return signs_pk.astype(np.float32)
+    """Signs [K, P] of the dimensions, in order, filled up to a multiple of P."""
+    signs_kp = np.random.default_rng(hidden).integers(0, 2, (-(-hidden // PROJECTED), PROJECTED)) * 2 - 1
+    return signs_kp.astype(np.float32)
