@@ -9,11 +9,11 @@ They are checked first, and judged once all of them are known.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
     picked = heapq.nsmallest(SAMPLES, store.keys())
     with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="validate") as pool:
         receipts = (receipt for key in picked if (receipt := store.find(key)) is not None)
-        first = list(_in_batches(store, pool, workers, receipts, wanted, check))
+        first = list(_in_batches(store, pool, receipts, wanted, check))
         reference = _learn(store, first)
         for one in first:
             if wanted(one.receipt.state_key):
@@ -56,7 +56,7 @@ def check_states(store: Store, workers: int, wanted: Callable[[str], bool] = lam
         first.clear()
         known = set(picked)
         rest = (one for one in store.receipts() if one.state_key not in known and wanted(one.state_key))
-        yield from _in_batches(store, pool, workers, rest, wanted, check)
+        yield from _in_batches(store, pool, rest, wanted, check)
 
 
 def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
@@ -73,7 +73,6 @@ def _learn(store: Store, first: Iterable[CheckedState]) -> Reference | None:
 def _in_batches(
     store: Store,
     pool: ThreadPoolExecutor,
-    workers: int,
     receipts: Iterable[Receipt],
     wanted: Callable[[str], bool],
     check: Callable[[Receipt, memoryview | None], CheckedState],
@@ -94,19 +93,15 @@ def _in_batches(
         return [check(receipt, room) if wanted(receipt.state_key) else CheckedState(receipt, None) for receipt in batch]
 
     def check_large(batch: list[Receipt]) -> list[CheckedState]:
-        room = rooms.get()
-        try:
-            return check_all(batch, room)
-        finally:
-            rooms.put(room)
+        if not hasattr(threads, "room"):
+            threads.room = page_aligned(FIRST_BYTES)
+        return check_all(batch, threads.room)
 
     def are_cached(batch: list[Receipt]) -> bool:
         read = [receipt for receipt in batch if wanted(receipt.state_key)]
         return all(is_cached(store.path_of(receipt.state_key), receipt.bytes) for receipt in read[:1] + read[-1:])
 
-    room, rooms = page_aligned(SMALL_BYTES), SimpleQueue[memoryview]()
-    for _ in range(workers):
-        rooms.put(page_aligned(FIRST_BYTES))
+    room, threads = page_aligned(SMALL_BYTES), threading.local()
     waiting: deque[Callable[[], list[CheckedState]]] = deque()
     with ThreadPoolExecutor(READERS, thread_name_prefix="read") as readers:
         for batch in _batches(receipts):
